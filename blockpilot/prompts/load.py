@@ -1,0 +1,63 @@
+"""Loads the prompt sets of a run together: splits first, limits after."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from blockpilot.errors import UserError
+from blockpilot.prompts.base import SPLITS, Prompt, PromptSet
+from blockpilot.prompts.splits import assign_splits
+
+log = logging.getLogger(__name__)
+
+
+def load_prompts(
+    sets: Mapping[str, PromptSet],
+    *,
+    limit: int | None,
+    path: Path | str | None,
+    split: str | None,
+) -> list[Prompt]:
+    """The prompts of all sets, in the order of the sets and of their sources.
+
+    Args:
+        sets: what conf/prompts/*.yaml builds, by name.
+        limit: at most so many prompts of each set, taken after the split; None for all.
+        path: file to read the one set from, in the set's published layout.
+        split: keep only this split; None keeps all four.
+
+    Raises:
+        UserError: no set, `path` with several sets, an unknown split, or nothing left.
+    """
+    if not sets:
+        raise UserError("no prompt set chosen; name one or more with prompts=[...]")
+    if split is not None and split not in SPLITS:
+        raise UserError(f"prompts.split={split} is unknown; allowed: {', '.join(SPLITS)} or null")
+    if limit is not None and limit < 1:
+        raise UserError(f"prompts.limit={limit} leaves no prompts; give a number >= 1, or null")
+    if path is not None and len(sets) > 1:
+        raise UserError(
+            f"prompts.path belongs to one set, but {len(sets)} are chosen ({', '.join(sets)});"
+            f" choose one, for example prompts={next(iter(sets))}"
+        )
+    loaded: list[Prompt] = []
+    for prompt_set in sets.values():
+        loaded += prompt_set.load(Path(path)) if path is not None else prompt_set.load()
+    held_out = {prompt_set.name for prompt_set in sets.values() if prompt_set.held_out}
+    assigned = assign_splits(loaded, held_out)
+    kept: list[Prompt] = []
+    taken: Counter[str] = Counter()
+    for prompt in assigned:
+        if split in (None, prompt.split) and (limit is None or taken[prompt.set] < limit):
+            taken[prompt.set] += 1
+            kept.append(prompt)
+    if not kept:
+        sizes = Counter(prompt.split for prompt in assigned)
+        there = ", ".join(f"{name} {sizes[name]}" for name in SPLITS)
+        why = f"; held out for test: {', '.join(sorted(held_out))}" if held_out else ""
+        raise UserError(f"prompts.split={split} leaves no prompts (there are: {there}{why})")
+    for name in sets:
+        if not taken[name]:
+            log.warning("prompt set '%s' has no prompts in split '%s'", name, split)
+    return kept
