@@ -39,7 +39,7 @@ def load_prompts(
     if path is not None and len(sets) > 1:
         raise UserError(
             f"prompts.path belongs to one set, but {len(sets)} are chosen ({', '.join(sets)});"
-            f" choose one, for example prompts={next(iter(sets))}"
+            " choose the one whose layout the file has, or prompts=local for a file of your own"
         )
     loaded: list[Prompt] = []
     for prompt_set in sets.values():

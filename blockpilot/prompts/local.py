@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ class LocalRows:
     def described(self) -> str:
         return str(self.path)
 
-    def rows(self) -> Iterator[Row]:
-        """Raises UserError naming file and line for whatever cannot be read."""
+    def rows(self, columns: Sequence[str] = ()) -> Iterator[Row]:
+        """All columns, whatever is asked; UserError with file and line for what cannot be read."""
         path = Path(self.path).expanduser()
         suffixes = [suffix.lower() for suffix in path.suffixes]
         zipped = suffixes[-1:] == [".gz"]
@@ -88,10 +89,8 @@ class PackageRows:
     def described(self) -> str:
         return f"{self.package}/{self.file}"
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self, columns: Sequence[str] = ()) -> Iterator[Row]:
         """Raises UserError with the command that installs the package if it is missing."""
-        from importlib.util import find_spec
-
         spec = find_spec(self.package)
         folders = list(spec.submodule_search_locations or ()) if spec else []
         if not folders:
