@@ -1,0 +1,1 @@
+"""Reporting: numbers and tables from records alone; loads no model."""
