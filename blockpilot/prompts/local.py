@@ -7,7 +7,6 @@ them, recognising published layouts by their keys. Text files may be gzipped (.g
 import csv
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +97,7 @@ class PackageRows:
                 f"package '{self.package}' is not installed; run `{self.install}`, or name a file"
                 " with prompts.path="
             )
-        yield from LocalRows(path=os.path.join(folders[0], self.file)).rows()
+        yield from LocalRows(path=Path(folders[0]) / self.file).rows()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,9 +65,7 @@ def split_of_hash(conversation_hash: str) -> str:
 def near_duplicate_groups(texts: Sequence[str]) -> list[int]:
     """A group number for every text; equal numbers for texts linked by near-duplicates.
 
-    Equal word sequences are merged first; the rest is an exact similarity join with the prefix
-    filter (Bayardo et al. 2007): with every set sorted by global frequency, rarest first, two
-    sets of Jaccard >= t share one of the first n - ceil(t n) + 1 elements of either.
+    Equal word sequences are merged first; the rest is an exact similarity join (see `_holders`).
     """
     groups = _DisjointSets(len(texts))
     first_with: dict[str, int] = {}
@@ -80,19 +78,29 @@ def near_duplicate_groups(texts: Sequence[str]) -> list[int]:
             distinct.append(index)
     shingles = [_shingles(hashes) for hashes in _word_hashes(words_of[i] for i in distinct)]
     as_sets: dict[int, frozenset[int]] = {}
-    for a, b in _candidates(shingles):
-        if groups.find(distinct[a]) == groups.find(distinct[b]):
-            continue
-        sizes = len(shingles[a]), len(shingles[b])
-        if 10 * min(sizes) < MIN_JACCARD_TENTHS * max(sizes):
-            continue
-        for i in (a, b):
-            if i not in as_sets:
-                as_sets[i] = frozenset(shingles[i].tolist())
-        common = len(as_sets[a] & as_sets[b])
-        if 10 * common >= MIN_JACCARD_TENTHS * (sum(sizes) - common):
-            groups.merge(distinct[a], distinct[b])
+    for holders in _holders(shingles):
+        for document, _ in holders:
+            if document not in as_sets:
+                as_sets[document] = frozenset(shingles[document].tolist())
+        clusters: list[list[int]] = []
+        for document, indexed in holders:
+            mine = [document] if indexed else []
+            others = []
+            for cluster in clusters:
+                linked = groups.find(distinct[document]) == groups.find(distinct[cluster[0]])
+                if linked or any(_similar(as_sets[document], as_sets[k]) for k in cluster):
+                    groups.merge(distinct[document], distinct[cluster[0]])
+                    cluster += mine
+                    mine = cluster
+                else:
+                    others.append(cluster)
+            clusters = [*others, mine] if mine else others
     return [groups.find(index) for index in range(len(texts))]
+
+
+def _similar(a: frozenset[int], b: frozenset[int]) -> bool:
+    common = len(a & b)
+    return 10 * common >= MIN_JACCARD_TENTHS * (len(a) + len(b) - common)
 
 
 def _text(prompt: Prompt) -> str:
@@ -118,30 +126,39 @@ def _shingles(word_hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return np.unique(rolled)
 
 
-def _candidates(shingles: list[NDArray[np.uint64]]) -> Iterator[tuple[int, int]]:
-    """Pairs of documents that share an element of their prefixes; a pair may come repeatedly."""
+def _holders(shingles: list[NDArray[np.uint64]]) -> Iterator[list[tuple[int, bool]]]:
+    """For every shingle that can link documents: (document, indexed) of those that hold it.
+
+    This is the prefix filter of Bayardo et al. (2007) with the shorter index prefix of Xiao et
+    al. (2008). Sort each set by global frequency, rarest first. Two sets of sizes m <= n with
+    Jaccard >= t share an element among the first m - ceil(2t/(1+t) m) + 1 of the smaller one
+    (`indexed`) and the first n - ceil(t n) + 1 of the larger one, so only such pairs need a look.
+    Holders come by increasing size; a pair counts when its first member is `indexed`.
+    """
     if not shingles:
         return
-    lengths = np.array([len(s) for s in shingles])
+    sizes = np.array([len(s) for s in shingles])
+    by_size = np.argsort(sizes, kind="stable")
+    sizes = sizes[by_size]
     _, inverse, counts = np.unique(
-        np.concatenate(shingles), return_inverse=True, return_counts=True
+        np.concatenate([shingles[i] for i in by_size]), return_inverse=True, return_counts=True
     )
-    document = np.repeat(np.arange(len(shingles)), lengths)
-    order = np.lexsort((inverse, counts[inverse], document))
-    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    rank = np.arange(len(order)) - starts
-    needed = (MIN_JACCARD_TENTHS * lengths + 9) // 10
-    in_prefix = rank < (lengths - needed + 1)[document]
-    shared = counts[inverse[order]] > 1
-    kept = in_prefix & shared
-    element, holder = inverse[order][kept], document[kept]
+    document = np.repeat(np.arange(len(sizes)), sizes)
+    element = inverse[np.lexsort((inverse, counts[inverse], document))]
+    position = np.arange(len(element)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    t = MIN_JACCARD_TENTHS
+    probe_prefix = sizes - (t * sizes + 9) // 10 + 1
+    index_prefix = sizes - (2 * t * sizes + t + 9) // (t + 10) + 1
+    kept = (position < probe_prefix[document]) & (counts[element] > 1)
+    indexed = (position < index_prefix[document])[kept]
+    element, document = element[kept], document[kept]
     by_element = np.argsort(element, kind="stable")
     boundaries = np.flatnonzero(np.diff(element[by_element])) + 1
-    for holders in np.split(holder[by_element], boundaries):
-        members = holders.tolist()
-        for i, a in enumerate(members):
-            for b in members[i + 1 :]:
-                yield a, b
+    for entries in np.split(by_element, boundaries):
+        if indexed[entries].any():
+            yield list(
+                zip(by_size[document[entries]].tolist(), indexed[entries].tolist(), strict=True)
+            )
 
 
 class _DisjointSets:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from blockpilot.errors import UserError
 from blockpilot.prompts.base import UNASSIGNED, Prompt, check_prompts
@@ -89,18 +89,18 @@ class TabularSet:
             fields = _FIELD.findall(template)
             if all(_filled(_value(row, field)) for field in fields):
                 return _FIELD.sub(lambda m: _as_text(_value(row, m[1]), row.where), template)
-        self._refuse(row, [field for t in self.templates for field in _FIELD.findall(t)])
+        raise self._mismatch(row, [field for t in self.templates for field in _FIELD.findall(t)])
 
     def _first_present(self, columns: Sequence[str], row: Row) -> str:
         for column in columns:
             if row.values.get(column) is not None:
                 return column
-        self._refuse(row, columns)
+        raise self._mismatch(row, columns)
 
-    def _refuse(self, row: Row, needed: Sequence[str]) -> NoReturn:
-        found = ", ".join(f"{k}" for k, v in row.values.items() if _filled(v)) or "nothing"
+    def _mismatch(self, row: Row, needed: Sequence[str]) -> UserError:
+        found = ", ".join(str(k) for k, v in row.values.items() if _filled(v)) or "nothing"
         wanted = ", ".join(dict.fromkeys(needed))
-        raise UserError(
+        return UserError(
             f"{row.where}: not the layout of prompt set '{self.name}', which reads {wanted};"
             f" found {found} (prompts=local reads any known layout)"
         )
