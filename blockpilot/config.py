@@ -1,0 +1,242 @@
+"""Schemas of the stages' configurations, and the checks that run before any weight is loaded.
+
+A stage composes its YAML with Hydra and hands the result to `typed`, which merges it into the
+stage's schema. That names every unknown key (Hydra lets `+modle=x` through), every missing one and
+every wrong value, each in one line with what is allowed. The schemas hold no defaults: those live
+in YAML. Components (`drafter`, `policy`, `tracker`, `prompts.sets`) are `Any` here, for the
+constructor of a component is its schema.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from hydra.errors import OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+)
+
+from blockpilot.errors import UserError
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+ATTENTION = ("sdpa", "eager")
+BLOCK_MODES = ("draft", "verify")
+WEIGHTS = ("pretrained", "random")
+
+
+@dataclass
+class ModelConfig:
+    """Facts that identify a target: one file of conf/model."""
+
+    name: str
+    repo: str  # on the hub, or a local folder
+    revision: str | None
+    package: str | None  # Python package that carries `gguf`
+    gguf: str | None  # file inside `package` or `repo`
+    dtype: str
+    thinking: bool | None  # None: the template has no thinking mode
+    drafters: dict[str, str | None]
+    architecture: dict[str, Any]  # values of the Hugging Face config, for weights=random
+
+
+@dataclass
+class DecodingConfig:
+    """How the target's own tokens are chosen."""
+
+    max_new_tokens: int
+    temperature: float  # 0: greedy
+    top_k: int  # 0: off
+    top_p: float  # 1: off
+
+
+@dataclass
+class PromptsConfig:
+    """Which prompts a stage reads."""
+
+    sets: dict[str, Any]
+    limit: int | None
+    path: str | None
+    split: str | None
+
+
+@dataclass
+class PathsConfig:
+    """Where results go."""
+
+    outputs: str
+
+
+@dataclass
+class StageConfig:
+    """What every stage that loads a target needs."""
+
+    model: ModelConfig
+    decoding: DecodingConfig
+    paths: PathsConfig
+    run_id: str
+    seed: int
+    device: str
+    dtype: str
+    attention: str
+    weights: str
+    threads: int | None
+
+
+@dataclass
+class SweepConfig(StageConfig):
+    """Schema of conf/sweep.yaml."""
+
+    prompts: PromptsConfig
+    drafter: Any
+    policy: Any
+    tracker: Any
+    radius: int
+    sizes: list[int]
+    block_mode: str
+
+
+@dataclass
+class DistillConfig(StageConfig):
+    """Schema of conf/distill.yaml."""
+
+    prompts: PromptsConfig
+    tracker: Any
+
+
+@dataclass
+class GenerateConfig(StageConfig):
+    """Schema of conf/generate.yaml."""
+
+    drafter: Any
+    policy: Any
+    block_mode: str
+    block_size: int | None
+    prompt: str | None
+    prompt_file: str | None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One check of one value; keys that a stage lacks and values that are null are passed over."""
+
+    key: str
+    holds: Callable[[Any], bool]
+    allowed: str
+
+
+def one_of(key: str, names: Iterable[str]) -> Rule:
+    """Return the rule that the value of `key` is among `names`."""
+    names = tuple(names)
+    return Rule(key, lambda value: value in names, ", ".join(names))
+
+
+def at_least(key: str, smallest: int) -> Rule:
+    """Return the rule that the value of `key` is a finite number not under `smallest`."""
+    allowed = f"a number >= {smallest}"
+    return Rule(key, lambda value: math.isfinite(value) and value >= smallest, allowed)
+
+
+def matches(key: str, pattern: str, allowed: str) -> Rule:
+    """Return the rule that the whole value of `key` matches the regular expression `pattern`."""
+    return Rule(key, lambda value: re.fullmatch(pattern, value) is not None, allowed)
+
+
+RULES = (
+    at_least("decoding.max_new_tokens", 0),
+    at_least("decoding.temperature", 0),
+    at_least("decoding.top_k", 0),
+    Rule("decoding.top_p", lambda value: 0 < value <= 1, "a number > 0 and <= 1"),
+    at_least("block_size", 1),
+    at_least("radius", 0),
+    Rule("sizes", lambda sizes: all(size >= 1 for size in sizes), "a list of sizes >= 1"),
+    one_of("block_mode", BLOCK_MODES),
+    at_least("prompts.limit", 1),
+    Rule("seed", lambda value: 0 <= value < 2**32, "a whole number >= 0 and < 2**32"),
+    at_least("threads", 1),
+    matches("device", r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:<index>"),
+    one_of("dtype", ("auto", *DTYPES)),
+    one_of("model.dtype", DTYPES),
+    one_of("attention", ATTENTION),
+    one_of("weights", WEIGHTS),
+    matches("paths.outputs", r".*\S.*", "a folder"),
+    matches("run_id", r"\w[\w.-]*", "letters, digits, '-', '_' and '.'"),
+)
+
+Schema = TypeVar("Schema", bound=StageConfig)
+
+
+def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
+    """Merge a composed configuration into its schema and check every value.
+
+    Returns:
+        A read-only DictConfig of the type `schema`, interpolations resolved.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value is of the wrong type or out of range.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise UserError(f"no value for {', '.join(missing)}")
+        OmegaConf.resolve(merged)
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from error
+    validate(merged)
+    OmegaConf.set_readonly(merged, True)
+    return cast(Schema, merged)
+
+
+def validate(cfg: Any, rules: Iterable[Rule] = RULES) -> None:
+    """Check the values of `cfg` against `rules`.
+
+    Raises:
+        UserError: naming the key, the value and what is allowed.
+    """
+    for rule in rules:
+        value = OmegaConf.select(cfg, rule.key)
+        if value is not None and not rule.holds(value):
+            raise UserError(f"{rule.key}={value}: must be {rule.allowed}")
+
+
+def explain(error: Exception) -> str:
+    """Tell an error of Hydra or OmegaConf in one line, with what would have been allowed."""
+    if isinstance(error, OverrideParseException):
+        return (
+            f"cannot read '{error.override}': write key=value, and quote a value that holds "
+            "spaces, commas or brackets, as in 'key=\"a, b\"'"
+        )
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
+        return _unknown_key(cause)
+    lines = str(error).split("\nConfig search path")[0].splitlines()
+    if isinstance(error, OmegaConfBaseException):
+        return f"{error.full_key}: {lines[0]}" if error.full_key else lines[0]
+    return _one_line(lines)
+
+
+def _unknown_key(cause: OmegaConfBaseException) -> str:
+    keys = sorted(str(key) for key in cause.parent_node or () if key != "hydra")
+    near = difflib.get_close_matches(str(cause.key), keys, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    parent, _, _ = str(cause.full_key).rpartition(".")
+    place = f"keys of {parent}" if parent else "keys"
+    return f"unknown key {cause.full_key}{hint}; {place}: {', '.join(keys) or 'none'}"
+
+
+def _one_line(lines: list[str]) -> str:
+    """Join lines into one; indented lines are items of the list that the line before announces."""
+    text = ""
+    for line in filter(str.strip, lines):
+        if not text or text[-1] in ".:":
+            separator = " " if text else ""
+        else:
+            separator = ", " if line[0].isspace() else "; "
+        text += separator + line.strip()
+    return text

@@ -1,0 +1,309 @@
+"""Laws of a stage's surroundings: processes, devices, exits, and multiruns that hide nothing."""
+
+import errno
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hydra
+import numpy as np
+import pytest
+import torch
+
+from blockpilot import runtime
+from blockpilot.config import StageConfig
+from blockpilot.errors import UserError
+from blockpilot.paths import conf_dir
+
+STAGE = f"""
+defaults:
+  - _self_
+  - model/smollm2-135m
+  - override hydra/job_logging: none
+decoding: {{max_new_tokens: 8, temperature: 0, top_k: 0, top_p: 1}}
+paths: {{outputs: out}}
+run_id: ${{oc.env:{runtime.RUN_ID}}}
+seed: 0
+device: cpu
+dtype: auto
+attention: sdpa
+weights: pretrained
+threads: null
+hydra:
+  run: {{dir: "${{paths.outputs}}/${{run_id}}"}}
+  sweep: {{dir: "${{paths.outputs}}", subdir: "${{run_id}}-${{hydra.job.num}}"}}
+"""
+
+Call = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Call]:
+    """Run a stage with a task and command-line arguments: its exit status and stderr."""
+    (tmp_path / "stage.yaml").write_text(STAGE)
+    (tmp_path / "model").symlink_to(conf_dir() / "model")
+    monkeypatch.chdir(tmp_path)
+    handlers = logging.getLogger().handlers[:]
+
+    def run(task: Callable[[StageConfig], None], *arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["stage", *arguments])
+        compose = hydra.main(version_base="1.3", config_path=str(tmp_path), config_name="stage")
+        with pytest.raises(SystemExit) as left:
+            runtime.stage(compose, StageConfig)(task)()
+        assert runtime.RUN_ID not in os.environ
+        return int(left.value.code or 0), capsys.readouterr().err
+
+    yield run
+    logging.getLogger().handlers[:] = handlers
+
+
+def nothing(cfg: StageConfig) -> None:
+    """Do no work."""
+
+
+def status(folder: Path) -> dict[str, str]:
+    facts: dict[str, str] = json.loads((folder / "status.json").read_text())
+    return facts
+
+
+def test_a_stage_gets_its_checked_configuration_and_exits_with_0(
+    call: Call, tmp_path: Path
+) -> None:
+    seen = []
+    code, told = call(lambda cfg: seen.append(cfg), "seed=7", "run_id=mine", "+model=qwen3-4b")
+    assert (code, told) == (0, "")
+    assert (seen[0].seed, seen[0].run_id, seen[0].model.name) == (7, "mine", "qwen3-4b")
+    assert status(tmp_path / "out/mine")["status"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("+model=nope", "Could not find 'model/nope'; Available options in 'model': llama3.1-8b, "),
+        ("model=qwen3-4b", "To append to your default list use +model=qwen3-4b"),
+        ("modle=x", "unknown key modle (did you mean model?); keys: attention, decoding, device"),
+        ("+modle=x", "unknown key modle (did you mean model?); keys: attention, decoding, device"),
+        ("decoding.topk=1", "unknown key decoding.topk (did you mean top_k?); keys of decoding: "),
+        ("decoding.temperature=-1", "decoding.temperature=-1.0: must be a number >= 0"),
+        ("paths.outputs=[a", "cannot read 'paths.outputs=[a': write key=value"),
+        ("--config-name=nope", "Cannot find primary config 'nope'"),
+    ],
+)
+def test_f25_a_mistake_on_the_command_line_is_one_line_and_no_work(
+    call: Call, argument: str, told: str
+) -> None:
+    def never(cfg: StageConfig) -> None:
+        pytest.fail("the stage began to work")
+
+    code, line = call(never, argument)
+    assert code == 2
+    assert line.startswith("blockpilot.test_runtime: error: ")
+    assert told in line
+    assert line.count("\n") == 1
+
+
+def test_a_user_error_is_one_line_and_a_defect_keeps_its_trace(call: Call, tmp_path: Path) -> None:
+    def missing(cfg: StageConfig) -> None:
+        raise UserError("no such file: prompts.jsonl")
+
+    def partly(cfg: StageConfig) -> None:
+        raise runtime.IncompleteError("1 of 3 prompts failed")
+
+    def broken(cfg: StageConfig) -> None:
+        raise RuntimeError("a defect")
+
+    assert call(missing) == (2, "blockpilot.test_runtime: error: no such file: prompts.jsonl\n")
+    assert call(partly) == (1, "blockpilot.test_runtime: error: 1 of 3 prompts failed\n")
+    code, told = call(broken, "run_id=broken")
+    assert code == 1
+    assert "in broken" in told
+    assert "RuntimeError: a defect" in told
+    assert status(tmp_path / "out/broken")["status"] == "failed"
+    assert "in broken" in (tmp_path / "out/broken/error.txt").read_text()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_full_or_read_only_disk_is_one_line(call: Call, number: int) -> None:
+    def write(cfg: StageConfig) -> None:
+        raise OSError(number, os.strerror(number), "rows.parquet")
+
+    code, told = call(write)
+    assert code == 2
+    assert told.startswith(f"blockpilot.test_runtime: error: {os.strerror(number)}: rows.parquet;")
+    assert told.count("\n") == 1
+
+
+def test_outputs_that_cannot_be_made_are_one_line(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, told = call(nothing, "paths.outputs=file/x")
+    assert code == 2
+    assert "Not a directory" in told
+    assert told.count("\n") == 1
+
+
+def test_an_error_in_a_components_constructor_is_told_as_its_own(call: Call) -> None:
+    def build(target: str, **arguments: object) -> Callable[[StageConfig], None]:
+        node = {"_target_": f"{__name__}.{target}", **arguments}
+        return lambda cfg: hydra.utils.instantiate(node)
+
+    assert call(build("Refusing"))[1].endswith("error: drafter: no mask_token_id\n")
+    code, told = call(build("Refusing", chekpoint=1))
+    assert code == 2
+    assert "unexpected keyword argument 'chekpoint'" in told
+    assert told.count("\n") == 1
+
+
+class Refusing:
+    """A component whose checkpoint is broken."""
+
+    def __init__(self) -> None:
+        raise UserError("drafter: no mask_token_id")
+
+
+def test_f24_a_failing_job_hides_no_other(call: Call, tmp_path: Path) -> None:
+    def task(cfg: StageConfig) -> None:
+        if cfg.seed == 1:
+            raise RuntimeError("first defect")
+        if cfg.seed == 2:
+            raise UserError("second mistake")
+
+    code, told = call(task, "--multirun", "seed=0,1,2,-3,4", "run_id=m")
+    assert code == 1
+    ended = [status(tmp_path / f"out/m-{number}") for number in range(5)]
+    assert [facts["status"] for facts in ended] == ["done", "failed", "failed", "failed", "done"]
+    assert "first defect" in ended[1]["error"]
+    assert ended[2]["error"] == "second mistake"
+    assert "seed=-3" in ended[3]["error"]
+    assert "in task" in (tmp_path / "out/m-1/error.txt").read_text()
+    assert not (tmp_path / "out/m-0/error.txt").exists()
+    summary = told.splitlines()[-6:]
+    assert summary[0] == "blockpilot.test_runtime: 5 jobs: 2 done, 3 failed, 0 missing"
+    assert summary[1] == "  done     0 (seed=0 run_id=m)"
+    assert summary[3] == "  failed   1 (seed=1 run_id=m): RuntimeError: first defect"
+    assert summary[4] == "  failed   2 (seed=2 run_id=m): second mistake"
+    assert summary[5].startswith("  failed   3 (seed=-3 run_id=m): seed=-3: must be")
+
+
+def test_f24_an_interrupt_ends_a_multirun_and_names_what_is_missing(
+    call: Call, tmp_path: Path
+) -> None:
+    def task(cfg: StageConfig) -> None:
+        if cfg.seed == 1:
+            raise KeyboardInterrupt
+
+    code, told = call(task, "-m", "seed=0,1,2", "run_id=m")
+    assert code == 130
+    assert told.splitlines()[-2:] == [
+        "  missing  1 (seed=1 run_id=m)",
+        "  missing  2 (seed=2 run_id=m)",
+    ]
+    assert status(tmp_path / "out/m-1")["status"] == "interrupted"
+
+
+def test_f24_a_job_that_is_run_again_leaves_no_old_trace(call: Call, tmp_path: Path) -> None:
+    def broken(cfg: StageConfig) -> None:
+        raise RuntimeError("a defect")
+
+    call(broken, "run_id=again")
+    assert call(nothing, "run_id=again")[0] == 0
+    assert status(tmp_path / "out/again")["status"] == "done"
+    assert not (tmp_path / "out/again/error.txt").exists()
+
+
+def test_every_job_of_a_multirun_starts_alike_under_its_own_run_id(call: Call) -> None:
+    threads = torch.get_num_threads()
+    seen: dict[str, tuple[float, ...]] = {}
+
+    def task(cfg: StageConfig) -> None:
+        draws = (random.random(), float(np.random.rand()), float(torch.rand(())))
+        seen[cfg.run_id] = (*draws, cfg.threads or 0, torch.get_num_threads())
+
+    call(task, "--multirun", "seed=5,5", "threads=3,null", "run_id=m")
+    assert list(seen) == ["m-0", "m-1", "m-2", "m-3"]
+    assert len({draws[:3] for draws in seen.values()}) == 1
+    assert [draws[4] for draws in seen.values()] == [3, threads, 3, threads]
+    assert torch.get_num_threads() == threads
+
+
+def test_a_run_id_is_new_each_time_or_the_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runtime.run_id() != runtime.run_id()
+    monkeypatch.setenv(runtime.RUN_ID, "given")
+    assert runtime.run_id() == "given"
+
+
+def test_f27_processes_of_one_launch_agree_on_a_run_id(tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text(
+        "from blockpilot.runtime import run_id, world\n"
+        "print(f'{world().rank}/{world().size} {run_id()}\\n', end='', flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(runtime.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    ranks, ids = zip(*(line.split() for line in sorted(done.stdout.splitlines())), strict=True)
+    assert ranks == ("0/2", "1/2")
+    assert ids[0] == ids[1]
+
+
+def test_f27_processes_without_a_common_run_id_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert runtime.world() == runtime.World(rank=1, size=2, local_rank=1)
+    with pytest.raises(UserError, match="set BLOCKPILOT_RUN_ID or start with torchrun"):
+        runtime.run_id()
+
+
+@pytest.mark.parametrize(
+    "env", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "2"}, {"WORLD_SIZE": "two"}]
+)
+def test_contradicting_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str]
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="WORLD_SIZE="):
+        runtime.world()
+
+
+def test_f25_a_device_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert runtime.pick_device("auto") == runtime.pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(UserError, match=r"device=cuda .*there are auto, cpu$"):
+        runtime.pick_device("cuda")
+    with pytest.raises(UserError, match="device=tpu"):
+        runtime.pick_device("tpu")
+
+
+def test_each_rank_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert runtime.pick_device("auto") == runtime.pick_device("cuda") == torch.device("cuda:1")
+    assert runtime.pick_device("cuda:0") == torch.device("cuda:0")
+    with pytest.raises(UserError, match=r"device=cuda:2: .*there are auto, cpu, cuda:0, cuda:1$"):
+        runtime.pick_device("cuda:2")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match=r"device=auto \(GPU 2\)"):
+        runtime.pick_device("auto")
+
+
+def test_auto_dtype_is_the_models_own() -> None:
+    assert runtime.pick_dtype("auto", "bfloat16") is torch.bfloat16
+    assert runtime.pick_dtype("float64", "bfloat16") is torch.float64
+    with pytest.raises(UserError, match="dtype=int8: must be auto, float32"):
+        runtime.pick_dtype("int8", "bfloat16")
