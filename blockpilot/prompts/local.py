@@ -196,7 +196,7 @@ def _json_rows(path: Path, lines: Iterator[str]) -> Iterator[Row]:
 
 def _parsed(text: str, path: str, *, first_line: int) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise UserError(f"{path}:{line}: not valid JSON: {error.msg}") from error
