@@ -1,7 +1,7 @@
 """Scripted records for tests: no model, counts and times made up from the prompt's number.
 
 Run as a program it plays a sweep into a folder, to be killed at any moment:
-    python -m tests.records_kit FOLDER RANK WORLD_SIZE N_PROMPTS
+    python tests/records_kit.py FOLDER RANK WORLD_SIZE N_PROMPTS
 """
 
 from __future__ import annotations

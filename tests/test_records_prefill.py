@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from records_kit import make_row, make_settings, open_store
 
 from blockpilot import provenance
 from blockpilot.errors import UserError
 from blockpilot.records.prefill import Prefill, read_prefill, save_prefill
 from blockpilot.records.store import Store, read_records
-from tests.records_kit import make_row, make_settings, open_store
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,9 +59,7 @@ def test_facts_are_json_and_make_rows(tmp_path: Path) -> None:
     assert facts["libraries"]["torch"] == torch.__version__.split("+")[0] or torch.__version__
     assert facts["cpu"]
     assert facts["threads"] == torch.get_num_threads()
-    with Store(
-        tmp_path, run_id="r", rank=0, world_size=1, settings={}, provenance=facts
-    ) as store:
+    with Store(tmp_path, run_id="r", rank=0, world_size=1, settings={}, provenance=facts) as store:
         store.append([make_row()])
     assert read_records(tmp_path)["host"].iloc[0] == facts["host"]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -39,8 +40,9 @@ def sweep_table(records: pd.DataFrame, *, by_set: bool = False) -> pd.DataFrame:
             lines.append(head | dict(zip(_LINE, key, strict=True)) | _line(chosen, key))
     table = pd.DataFrame(lines)
     table.attrs["caption"] = [
-        "tau macro and speedup with 95% bootstrap intervals over prompts; TPOT is the median over "
-        "prompts; speedup is the ratio of mean TPOTs, plain over method, same prompts and session.",
+        "n: prompts. 95%: bootstrap intervals over prompts. TPOT: median over prompts. speedup: "
+        "ratio of mean TPOTs, plain over method, same prompts and session; end to end counts the prefill. "
+        "equal plain: share of outputs that are plain decoding's, token for token.",
         *_warnings(records, table),
     ]
     return table
@@ -85,18 +87,28 @@ def set_table(records: pd.DataFrame) -> pd.DataFrame:
             )
     table = pd.DataFrame(lines)
     table.attrs["caption"] = [
-        "B is the size with the highest macro tau on these very prompts, and tau hindsight takes "
-        "each prompt's best size afterwards: both are upper bounds, not what a policy would get.",
+        "n: prompts. B is the size with the highest macro tau on these very prompts, and tau "
+        "hindsight takes each prompt's best size afterwards: both are upper bounds, not what a policy would get.",
         *_warnings(records, table),
     ]
     return table
 
 
 def render(table: pd.DataFrame, title: str | None = None) -> Table:
-    """A frame of `sweep_table` or `set_table` for the terminal, its caption below."""
-    shown = Table(title=title, caption="\n".join(table.attrs.get("caption", [])))
-    shown.caption_justify = "left"
+    """A frame of `sweep_table` or `set_table` for the terminal, its caption below.
+
+    Fits in 80 characters for the usual names: a mode that never varies moves to the caption.
+    """
+    caption = list(table.attrs.get("caption", []))
     columns = [column for column in _COLUMNS if column.source in table.columns]
+    modes = table["block_mode"].unique()
+    if len(modes) == 1:
+        columns = [column for column in columns if column.source != "block_mode"]
+        caption.append(f"Block mode: {modes[0]}.")
+    shown = Table(
+        title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_edge=False
+    )
+    shown.caption = Text("\n".join(caption), justify="left")
     for column in columns:
         shown.add_column(column.header, justify="left" if column.is_text else "right")
     for _, line in table.iterrows():
@@ -118,7 +130,7 @@ class _Column:
         low, high = line.get(f"{self.source}_low"), line.get(f"{self.source}_high")
         if low is None or pd.isna(low):
             return text
-        return f"{text} [{self.show(low)}, {self.show(high)}]"
+        return f"{text} {self.show(low)}-{self.show(high)}"
 
 
 def _decimals(n: int, unit: str = "") -> Callable[[float], str]:
@@ -131,14 +143,14 @@ _COLUMNS = (
     _Column("drafter", "drafter", is_text=True),
     _Column("block_size", "B"),
     _Column("block_mode", "mode", is_text=True),
-    _Column("prompts", "prompts"),
-    _Column("micro_tau", "tau micro", _decimals(2)),
-    _Column("macro_tau", "tau macro", _decimals(2)),
-    _Column("hindsight_tau", "tau hindsight", _decimals(2)),
-    _Column("tpot_ms", "TPOT ms", _decimals(1)),
-    _Column("speedup", "speedup", _decimals(2)),
-    _Column("end_to_end_speedup", "end to end", _decimals(2)),
-    _Column("equal_to_plain", "= plain", lambda share: f"{100 * share:.0f}%"),
+    _Column("prompts", "n"),
+    _Column("micro_tau", "tau\nmicro", _decimals(2)),
+    _Column("macro_tau", "tau\nmacro 95%", _decimals(2)),
+    _Column("hindsight_tau", "tau in\nhindsight", _decimals(2)),
+    _Column("tpot_ms", "TPOT\nms", _decimals(1)),
+    _Column("speedup", "speedup\n95%", _decimals(2)),
+    _Column("end_to_end_speedup", "end to\nend", _decimals(2)),
+    _Column("equal_to_plain", "equal\nplain", lambda share: f"{100 * share:.0f}%"),
 )
 
 
