@@ -1,0 +1,1 @@
+"""Decoding core: values, extension points, sampler, cache, target and the one loop."""

@@ -1,0 +1,159 @@
+"""The one decode loop: plain decoding, every drafter and every policy run through it.
+
+One cycle is one draft and one verify. Plain decoding is block size 1: no draft, and the target's
+own token is all that a cycle commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from blockpilot.decoding.protocols import Drafter, Policy, Verifier
+from blockpilot.decoding.sampling import KeyedSampler
+from blockpilot.decoding.target import Target
+from blockpilot.decoding.timing import Clock
+from blockpilot.decoding.types import Draft, Trace, View
+from blockpilot.errors import UserError
+
+
+@dataclass(frozen=True)
+class Method:
+    """A drafter, a policy and a verifier that decode together."""
+
+    drafter: Drafter
+    policy: Policy
+    verifier: Verifier
+
+    def bind(self, target: Target) -> None:
+        """Load and check everything for this target before the first prompt (UserError)."""
+        self.drafter.bind(target)
+        self.policy.bind(self.drafter.trained_block_size)
+
+
+def check_prompt(target: Target, prompt_ids: Sequence[int], max_new_tokens: int) -> str | None:
+    """Why this prompt cannot be decoded, or None."""
+    if not prompt_ids:
+        return "the prompt has no tokens"
+    if not all(isinstance(token, int) for token in prompt_ids):
+        return "one prompt at a time: its token ids are a flat list of integers"
+    if len(prompt_ids) + max_new_tokens > target.max_positions:
+        return (
+            f"{len(prompt_ids)} prompt tokens and {max_new_tokens} new ones exceed the target's "
+            f"context of {target.max_positions}"
+        )
+    return None
+
+
+@torch.inference_mode()
+def decode(
+    target: Target,
+    method: Method,
+    prompt_ids: Sequence[int],
+    sampler: KeyedSampler,
+    max_new_tokens: int,
+    *,
+    emit: Callable[[list[int]], None] = lambda tokens: None,
+    keep_prefill: bool = False,
+) -> Trace:
+    """Decode one prompt with a bound method; the tokens are the target's whatever the method.
+
+    `emit` is called with the tokens of the prefill and of every cycle as they are committed.
+    `keep_prefill` stores the prefill logits and last hidden state in the trace. Raises UserError
+    for a prompt that cannot run and for logits that are not finite.
+    """
+    if problem := check_prompt(target, prompt_ids, max_new_tokens):
+        raise UserError(problem)
+    if max_new_tokens == 0:
+        return Trace(stop_reason="budget")
+    target.capture(method.drafter.feature_layers)
+    run = _Run(target, method, sampler, max_new_tokens, emit, Clock(target.device), Trace())
+    view = run.prefill(prompt_ids, keep_prefill)
+    run.clock.start()
+    if not run.trace.stop_reason:
+        method.policy.start(view)
+        run.clock.mark("policy")
+        method.drafter.start(view, run.cache.capacity)
+        run.clock.mark("draft")
+    while not run.trace.stop_reason:
+        view = run.cycle(view)
+    run.trace.decode_s, parts = run.clock.finish()
+    for part, seconds in parts.items():
+        setattr(run.trace, f"{part}_s", seconds)
+    return run.trace
+
+
+@dataclass
+class _Run:
+    """State of one prompt's decode."""
+
+    target: Target
+    method: Method
+    sampler: KeyedSampler
+    budget: int
+    emit: Callable[[list[int]], None]
+    clock: Clock
+    trace: Trace
+
+    def prefill(self, prompt_ids: Sequence[int], keep: bool) -> View:
+        """The prompt's forward and the first token, timed on its own."""
+        self.clock.start()
+        ids = torch.tensor(prompt_ids, device=self.target.device)
+        end = len(prompt_ids)
+        # Blocks are never shortened near the budget, so the last one may reach past it.
+        self.cache = self.target.new_cache(end + self.budget + self.method.policy.widest)
+        forward = self.target.forward(ids, self.cache, n_logits=1)
+        if keep:
+            self.trace.prefill_logits = forward.logits[-1].clone()
+            self.trace.prefill_hidden = forward.hidden[-1].clone()
+        anchor = self.sampler(forward.logits, torch.tensor([end], device=ids.device))
+        self.commit(anchor.tolist())
+        self.clock.mark("prefill")
+        self.trace.prefill_s, _ = self.clock.finish()
+        return View(ids, anchor, end, forward.features, forward)
+
+    def cycle(self, view: View) -> View:
+        """One draft and one verify; the view after them."""
+        drafter, policy = self.method.drafter, self.method.policy
+        plan = policy.plan(view)
+        self.clock.mark("policy")
+        draft = Draft(view.anchor[:0])
+        if plan.verified > 1:
+            draft = drafter.draft(view, plan.drafted)
+            self.clock.mark("draft")
+            self.trace.drafted.append(draft.tokens.shape[0])
+            draft = policy.next(draft, view)
+            self.clock.mark("policy")
+        else:
+            self.trace.drafted.append(0)
+        self.trace.verified.append(draft.tokens.shape[0] + 1)
+        verdict = self.method.verifier(self.target, self.cache, view, draft, self.sampler)
+        self.clock.mark("verify")
+        self.trace.committed.append(self.commit(verdict.tokens))
+        drafter.observe(verdict)
+        policy.observe(verdict)
+        position = view.position + len(verdict.tokens)
+        self.clock.mark("other")
+        return View(view.prompt_ids, verdict.anchor, position, verdict.features, view.prefill)
+
+    def commit(self, tokens: list[int]) -> int:
+        """Append tokens up to the first stop token and the budget; how many were committed."""
+        room = self.budget - len(self.trace.tokens)
+        kept = 0
+        for token in tokens[:room]:
+            if token < 0:
+                raise UserError(
+                    f"the target's logits are not finite at new token {len(self.trace.tokens) + 1};"
+                    " try dtype=float32 or another attention kernel"
+                )
+            self.trace.tokens.append(token)
+            kept += 1
+            if token in self.target.stop_ids:
+                self.trace.stop_reason = "stop"
+                break
+        if not self.trace.stop_reason and len(self.trace.tokens) == self.budget:
+            self.trace.stop_reason = "budget"
+        self.emit(self.trace.tokens[len(self.trace.tokens) - kept :])
+        return kept

@@ -1,0 +1,103 @@
+"""Extension points of the decode loop: what a target, drafter, policy and verifier must offer.
+
+Plug-ins depend on these, not on each other; the loop depends on these, not on plug-ins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from blockpilot.decoding.cache import SlabCache
+from blockpilot.decoding.types import Draft, Forward, Plan, Verdict, View
+
+Choose = Callable[[Tensor, Tensor], Tensor]
+"""(logits [n, V], positions [n]) -> tokens [n]; -1 where the logits are not finite."""
+
+
+class TargetModel(Protocol):
+    """The model whose output is wanted, one sequence at a time."""
+
+    config: PretrainedConfig
+    device: torch.device
+    dtype: torch.dtype
+    embed_rows: int  # rows of the embedding: the vocabulary with its padding
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings [..., D] of ids [...]."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of LM-head inputs [..., D]."""
+        ...
+
+    def forward(self, ids: Tensor, cache: SlabCache, n_logits: int) -> Forward:
+        """Append ids [n] to the cache; logits of the last `n_logits` positions."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes tokens. One instance serves many prompts, one at a time."""
+
+    name: str
+    replayable: bool  # the draft depends on committed tokens and features only
+    has_marginals: bool  # the logits of a draft are per-slot marginals
+    trained_block_size: int | None
+    feature_layers: tuple[int, ...]  # target layers whose outputs it reads
+
+    def bind(self, target: TargetModel) -> None:
+        """Load for this target, or refuse by name before anything is generated (UserError)."""
+        ...
+
+    def start(self, view: View, capacity: int) -> None:
+        """A new prompt: `view.new_features` hold the prompt; at most `capacity` positions follow."""
+        ...
+
+    def draft(self, view: View, n_slots: int) -> Draft:
+        """Propose `n_slots - 1` tokens after the anchor."""
+        ...
+
+    def observe(self, verdict: Verdict) -> None:
+        """What became of the draft."""
+        ...
+
+
+class Policy(Protocol):
+    """Picks the block size: `plan` before a draft, `next` after it."""
+
+    name: str
+    widest: int  # most slots that any of its plans asks for, known once bound
+
+    def bind(self, trained_block_size: int | None) -> None:
+        """Check the settings against the drafter's trained block size (UserError)."""
+        ...
+
+    def start(self, view: View) -> None:
+        """A new prompt, with its prefill distribution in `view.prefill`."""
+        ...
+
+    def plan(self, view: View) -> Plan:
+        """Slots of the coming cycle."""
+        ...
+
+    def next(self, draft: Draft, view: View) -> Draft:
+        """What to verify of the draft."""
+        ...
+
+    def observe(self, verdict: Verdict) -> None:
+        """What became of the draft."""
+        ...
+
+
+class Verifier(Protocol):
+    """One target forward over the anchor and a draft."""
+
+    def __call__(
+        self, target: TargetModel, cache: SlabCache, view: View, draft: Draft, choose: Choose
+    ) -> Verdict:
+        """Decide what is committed and leave the cache with exactly the kept positions."""
+        ...

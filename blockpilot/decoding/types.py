@@ -1,0 +1,102 @@
+"""Values that travel through the decode loop.
+
+Letters used for shapes: N proposed tokens, n target positions of one forward, V vocabulary rows,
+F width of the concatenated target features, D hidden width of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Slots of one cycle, anchor included: what the drafter sees and what the target verifies.
+
+    `drafted == verified` is block mode `draft`; `drafted` = trained size with a smaller `verified`
+    is block mode `verify`. `verified == 1` is plain decoding: the drafter is not called.
+    """
+
+    drafted: int
+    verified: int
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A chain of proposed tokens: `tokens[j]` is meant for position anchor + 1 + j.
+
+    `logits` are the drafter's own, for policies that read its confidences or other candidates.
+    """
+
+    tokens: Tensor  # [N] int64, on the target's device
+    logits: Tensor | None = None  # [N, V]
+
+    def cut(self, n_tokens: int) -> Draft:
+        """The first `n_tokens` proposals."""
+        if n_tokens >= self.tokens.shape[0]:
+            return self
+        logits = None if self.logits is None else self.logits[:n_tokens]
+        return Draft(self.tokens[:n_tokens], logits)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Result of one target forward. Its tensors are valid until the next forward of the target."""
+
+    logits: Tensor  # [n, V] of the last n positions asked for
+    features: Tensor | None  # [n_in, F] of every input position, None when no layer is captured
+    hidden: Tensor  # [n, D] input of the LM head at the positions of `logits`
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one target forward decided.
+
+    `tokens` are the committed tokens before any cut by the stop token or the budget: the accepted
+    proposals and the target's own token after them, the next `anchor`. `features` belong to the
+    old anchor and the accepted proposals, in order: exactly the positions that the caches keep.
+    """
+
+    tokens: list[int]
+    anchor: Tensor  # [1] int64, the last of `tokens`, on the target's device
+    features: Tensor | None  # [len(tokens), F]
+
+
+@dataclass(frozen=True)
+class View:
+    """Read-only picture of the state that drafters and policies see.
+
+    `anchor` stands at absolute position `position` (0-based); the target has features of all
+    positions before it. `new_features` are those that became known since the previous cycle.
+    """
+
+    prompt_ids: Tensor  # [P] int64
+    anchor: Tensor  # [1] int64
+    position: int
+    new_features: Tensor | None  # [n, F]
+    prefill: Forward
+
+
+@dataclass
+class Trace:
+    """What decoding one prompt with one method produced; times in seconds.
+
+    `sum(committed) + 1 == len(tokens)`, the one being the prefill's token; a prompt with budget 0
+    has no tokens and no cycles. `drafted` counts proposed tokens, `verified` target positions.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)
+    stop_reason: str = ""  # "stop" or "budget" once finished
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    policy_s: float = 0.0
+    other_s: float = 0.0
+    prefill_logits: Tensor | None = None  # [V]
+    prefill_hidden: Tensor | None = None  # [D]

@@ -1,0 +1,260 @@
+"""DFlash drafter (arXiv 2602.06036): one forward fills a whole block of masked tokens.
+
+Letters: C context positions, B slots of the block, D width, V vocabulary, G key/value heads,
+d head width.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from blockpilot.decoding.protocols import TargetModel
+from blockpilot.decoding.types import Draft, Verdict, View
+from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
+from blockpilot.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_BUNDLED = "bundled:"
+_WEAK_TAU = 1.2
+
+
+class DFlashDrafter:
+    """Block-diffusion drafter of one target.
+
+    `checkpoint` is a hub repository, a folder, `bundled:<name>` for weights shipped with the
+    package, or `random` for a network of the published shape with random weights (offline tests).
+    Drafts are greedy at every temperature.
+    """
+
+    name = "dflash"
+    replayable = True
+    has_marginals = True
+
+    def __init__(self, *, checkpoint: str) -> None:
+        self.checkpoint = checkpoint
+        self.trained_block_size: int | None = None
+        self.feature_layers: tuple[int, ...] = ()
+        self.network: DFlashNetwork | None = None
+        self._cycles = self._tokens = 0
+        self._warned = False
+
+    def bind(self, target: TargetModel) -> None:
+        """Load the network and check that it belongs to this target.
+
+        Raises UserError naming the key or the mismatch, before anything is generated.
+        """
+        if self.network is None:
+            self.network = load_network(self.checkpoint, target)
+        config = self.network.config
+        check_fits(config, target, self.checkpoint)
+        self.network.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        self.trained_block_size, self.feature_layers = config.block_size, config.target_layer_ids
+        self._target = target
+        mask = torch.tensor([config.mask_token_id], device=target.device)
+        self._mask_embedding = target.embed(mask)  # [1, D]
+
+    def start(self, view: View, capacity: int) -> None:
+        """Room for the keys and values of `capacity` positions; the prompt's come with `draft`."""
+        assert self.network is not None
+        shape = self.network.config.layers
+        slab = (shape.num_key_value_heads, capacity, shape.head_dim)
+        like = self._mask_embedding
+        self._keys = [like.new_empty(slab) for _ in self.network.layers]
+        self._values = [like.new_empty(slab) for _ in self.network.layers]
+        places = torch.arange(capacity, device=like.device)
+        self._cos, self._sin = self.network.rope(places, like.dtype)
+        self._length = 0
+
+    def draft(self, view: View, n_slots: int) -> Draft:
+        """Propose `n_slots - 1` tokens; the block needs no rollback, the next one overwrites it."""
+        assert self.network is not None and view.new_features is not None
+        self._extend_context(view.new_features)
+        masks = self._mask_embedding.expand(n_slots - 1, -1)
+        hidden = self._block(torch.cat([self._target.embed(view.anchor), masks]))  # [B, D]
+        logits = self._target.head(hidden[1:])  # [B - 1, V]
+        return Draft(logits.argmax(dim=-1), logits)
+
+    def observe(self, verdict: Verdict) -> None:
+        """Warn once when acceptance says that this drafter belongs to another target."""
+        self._cycles += 1
+        self._tokens += len(verdict.tokens)
+        if self._cycles >= 256 and not self._warned and self._tokens < _WEAK_TAU * self._cycles:
+            self._warned = True
+            log.warning(
+                "tau %.2f over %d cycles: is %s a drafter of this target? (output is unaffected)",
+                self._tokens / self._cycles,
+                self._cycles,
+                self.checkpoint,
+            )
+
+    def _extend_context(self, features: Tensor) -> None:
+        """Append keys and values of positions whose target features [n, F] became known."""
+        assert self.network is not None
+        start, end = self._length, self._length + features.shape[0]
+        context = self.network.context(features)
+        rope = self._cos[start:end], self._sin[start:end]
+        for index, layer in enumerate(self.network.layers):
+            keys, values = layer.self_attn.keys_values(context, *rope)
+            self._keys[index][:, start:end] = keys
+            self._values[index][:, start:end] = values
+        self._length = end
+
+    def _block(self, x: Tensor) -> Tensor:
+        """Final hidden states [B, D] of one block x [B, D] behind the cached context."""
+        assert self.network is not None
+        start, end = self._length, self._length + x.shape[0]
+        rope = self._cos[start:end], self._sin[start:end]
+        for index, layer in enumerate(self.network.layers):
+            attention = layer.self_attn
+            normed = layer.input_layernorm(x)
+            keys, values = self._keys[index], self._values[index]
+            keys[:, start:end], values[:, start:end] = attention.keys_values(normed, *rope)
+            attended = F.scaled_dot_product_attention(
+                attention.queries(normed, *rope)[None],
+                keys[None, :, :end],
+                values[None, :, :end],
+                enable_gqa=True,
+            )
+            x = layer.finish(x, attended[0])
+        return self.network.norm(x)
+
+
+def load_network(checkpoint: str, target: TargetModel) -> DFlashNetwork:
+    """The network of a checkpoint in the published form, in float32.
+
+    Raises UserError when it is missing, unreachable, incomplete or of other shapes.
+    """
+    if checkpoint == "random":
+        return random_network(target)
+    folder = _folder(checkpoint)
+    try:
+        raw = json.loads((folder / "config.json").read_text())
+        weights: dict[str, Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            weights |= load_file(file)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"drafter {checkpoint}: cannot read {folder} ({error})") from error
+    config = DFlashConfig.parse(raw, checkpoint)
+    check_fits(config, target, checkpoint)
+    network = DFlashNetwork(config)
+    wanted = network.state_dict()
+    for key, tensor in wanted.items():
+        if key not in weights:
+            raise UserError(f"drafter {checkpoint}: tensor {key} is missing in {folder}")
+        if weights[key].shape != tensor.shape:
+            raise UserError(
+                f"drafter {checkpoint}: tensor {key} has shape {list(weights[key].shape)}, "
+                f"its config.json means {list(tensor.shape)}"
+            )
+    if unknown := sorted(set(weights) - set(wanted)):
+        raise UserError(f"drafter {checkpoint}: unknown tensor {unknown[0]} in {folder}")
+    network.load_state_dict(weights)
+    return network.float()
+
+
+def _folder(checkpoint: str) -> Path:
+    if checkpoint.startswith(_BUNDLED):
+        weights = Path(__file__).parent / "weights"
+        folder = weights / checkpoint.removeprefix(_BUNDLED)
+        if not folder.is_dir():
+            known = ", ".join(sorted(p.name for p in weights.glob("*"))) or "none"
+            raise UserError(f"drafter {checkpoint}: not shipped; shipped are {known}")
+        return folder
+    if Path(checkpoint).is_dir():
+        return Path(checkpoint)
+    try:
+        allowed = ["config.json", "*.safetensors"]
+        return Path(snapshot_download(checkpoint, allow_patterns=allowed))
+    except Exception as error:  # the hub client raises a dozen unrelated kinds
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"drafter {checkpoint}: neither a folder nor reachable on the hub ({first_line}); "
+            "give drafter.checkpoint a local folder or fill HF_HOME"
+        ) from error
+
+
+def check_fits(config: DFlashConfig, target: TargetModel, where: str) -> None:
+    """Refuse a drafter of another target by the first mismatch (UserError)."""
+    theirs = target.config
+    rows = target.embed_rows
+    for what, drafter, wanted in (
+        ("num_target_layers", config.num_target_layers, theirs.num_hidden_layers),
+        ("hidden_size", config.layers.hidden_size, theirs.hidden_size),
+        ("vocab_size", config.layers.vocab_size, theirs.vocab_size),
+    ):
+        if drafter != wanted:
+            raise UserError(
+                f"drafter {where}: {what}={drafter}, the target has {wanted}; "
+                "it was trained for another target"
+            )
+    if not 0 <= config.mask_token_id < rows:
+        raise UserError(
+            f"drafter {where}: mask_token_id={config.mask_token_id}, "
+            f"allowed are 0..{rows - 1} (embedding rows of the target)"
+        )
+
+
+def new_config(
+    target: TargetModel,
+    *,
+    n_layers: int,
+    n_target_layers: int,
+    block_size: int,
+    mask_token_id: int,
+) -> DFlashConfig:
+    """A drafter as wide as its target, reading `n_target_layers` evenly spaced layers."""
+    theirs: dict[str, Any] = target.config.to_dict()
+    heads = theirs["num_attention_heads"]
+    raw = {
+        "hidden_size": theirs["hidden_size"],
+        "intermediate_size": theirs["intermediate_size"],
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": theirs.get("num_key_value_heads", heads),
+        "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
+        "rms_norm_eps": theirs.get("rms_norm_eps", 1e-6),
+        "rope_parameters": theirs.get("rope_parameters"),
+        "max_position_embeddings": theirs["max_position_embeddings"],
+        "vocab_size": theirs["vocab_size"],
+        "block_size": block_size,
+        "mask_token_id": mask_token_id,
+        "num_target_layers": theirs["num_hidden_layers"],
+        "target_layer_ids": default_layer_ids(theirs["num_hidden_layers"], n_target_layers),
+    }
+    return DFlashConfig.parse(raw, "new")
+
+
+def random_network(target: TargetModel) -> DFlashNetwork:
+    """Five layers, block 16, reading five target layers (fewer on shallow targets): random."""
+    depth = target.config.num_hidden_layers
+    config = new_config(
+        target,
+        n_layers=min(5, depth),
+        n_target_layers=min(5, max(1, depth - 3)),
+        block_size=16,
+        mask_token_id=target.embed_rows - 1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return DFlashNetwork(config)
+
+
+def save_network(network: DFlashNetwork, folder: Path) -> None:
+    """Write config.json and bf16 safetensors in the published form."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(network.config.published(), indent=1) + "\n")
+    weights = {k: v.detach().to("cpu", torch.bfloat16) for k, v in network.state_dict().items()}
+    scratch = folder / "model.safetensors.tmp"
+    save_file(weights, scratch, metadata={"format": "pt"})
+    scratch.rename(folder / "model.safetensors")

@@ -1,0 +1,238 @@
+"""The DFlash network (arXiv 2602.06036): bidirectional layers over one block, context as keys/values.
+
+It carries the published tensor names, so published checkpoints load as they are and trained ones
+are saved in the same form. Embedding and LM head are the target's and not part of it.
+
+Letters: C context positions, A blocks side by side, B slots of a block, D width, n target layers
+read, H query heads, G key/value heads, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotate_half
+
+from blockpilot.errors import UserError
+
+_SHAPE_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """A drafter's identity: the shape of its layers and what it reads from which target."""
+
+    layers: Qwen3Config
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str) -> DFlashConfig:
+        """From a published config.json: nested `dflash_config`, older `draft_config`, or flat.
+
+        Raises UserError with the key that is missing or out of range.
+        """
+        nested = raw.get("dflash_config") or raw.get("draft_config") or {}
+        own = {**raw, **nested}
+        for key in (*_SHAPE_KEYS, "block_size", "mask_token_id", "target_layer_ids"):
+            if own.get(key) is None:
+                raise UserError(f"drafter {where}: config.json lacks the key {key}")
+        ids = tuple(own["target_layer_ids"])
+        depth = own.get("num_target_layers")
+        if depth is None:
+            raise UserError(f"drafter {where}: config.json lacks the key num_target_layers")
+        if not ids or any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+            raise UserError(f"drafter {where}: target_layer_ids={list(ids)} must be increasing")
+        if ids[0] < 0 or ids[-1] >= depth:
+            raise UserError(
+                f"drafter {where}: target_layer_ids={list(ids)} out of range, "
+                f"allowed are 0..{depth - 1} (num_target_layers={depth})"
+            )
+        if own["block_size"] < 2:
+            raise UserError(f"drafter {where}: block_size={own['block_size']}, allowed are >= 2")
+        shape = {k: v for k, v in raw.items() if k not in ("dflash_config", "draft_config")}
+        shape.pop("architectures", None)
+        return cls(Qwen3Config(**shape), own["block_size"], own["mask_token_id"], ids, depth)
+
+    def published(self) -> dict[str, Any]:
+        """The config.json of the published form."""
+        layers = self.layers.to_dict()
+        keep = (*_SHAPE_KEYS, "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            **{key: layers[key] for key in keep},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "rope_parameters": layers["rope_parameters"],
+            "rope_theta": layers["rope_parameters"]["rope_theta"],
+            "dtype": "bfloat16",
+            "block_size": self.block_size,
+            "num_target_layers": self.num_target_layers,
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+            },
+        }
+
+
+def default_layer_ids(num_target_layers: int, n: int) -> tuple[int, ...]:
+    """n target layers evenly spaced from 1 to L - 3; the middle one for n = 1 (methods.md, 1)."""
+    if n == 1:
+        return (num_target_layers // 2,)
+    step = (num_target_layers - 4) / (n - 1)
+    return tuple(round(1 + i * step) for i in range(n))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [..., heads, T, d] with cos, sin [..., 1, T, d]."""
+    return x * cos + rotate_half(x) * sin
+
+
+class DFlashAttention(nn.Module):
+    """Queries from the block; keys and values from the context and the block, same weights."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        width, self.d = config.hidden_size, config.head_dim
+        self.n_q, self.n_kv = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(width, self.n_q * self.d, bias=False)
+        self.k_proj = nn.Linear(width, self.n_kv * self.d, bias=False)
+        self.v_proj = nn.Linear(width, self.n_kv * self.d, bias=False)
+        self.o_proj = nn.Linear(self.n_q * self.d, width, bias=False)
+        self.q_norm = nn.RMSNorm(self.d, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.d, eps=config.rms_norm_eps)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[..., T, heads * d] -> [..., heads, T, d]"""
+        return x.unflatten(-1, (-1, self.d)).transpose(-2, -3)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [..., G, T, d] of context or block states x [..., T, D]."""
+        keys = _rotate(self.k_norm(self.heads(self.k_proj(x))), cos, sin)
+        return keys, self.heads(self.v_proj(x))
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotated queries [..., H, T, d] of block states x [..., T, D]."""
+        return _rotate(self.q_norm(self.heads(self.q_proj(x))), cos, sin)
+
+    def merge(self, attended: Tensor) -> Tensor:
+        """[..., H, T, d] -> [..., T, D]"""
+        return self.o_proj(attended.transpose(-2, -3).flatten(-2))
+
+
+class DFlashMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DFlashLayer(nn.Module):
+    """Pre-norm layer; how its queries meet the keys is the caller's business."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.self_attn = DFlashAttention(config)
+        self.mlp = DFlashMLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Everything after the attention proper: x [..., T, D], attended [..., H, T, d]."""
+        x = x + self.self_attn.merge(attended)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlashNetwork(nn.Module):
+    """Context projection, layers and final norm, under the published tensor names."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        shape = config.layers
+        self.config = config
+        self.layers = nn.ModuleList(DFlashLayer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        read = len(config.target_layer_ids) * shape.hidden_size
+        self.fc = nn.Linear(read, shape.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.rotary = Qwen3RotaryEmbedding(shape)
+
+    def context(self, features: Tensor) -> Tensor:
+        """H_context [C, D] of target features [C, n * D]."""
+        return self.hidden_norm(self.fc(features))
+
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin [T, d] at positions [T]."""
+        like = torch.empty(0, dtype=dtype, device=positions.device)
+        cos, sin = self.rotary(like, positions[None])
+        return cos[0], sin[0]
+
+    def forward_blocks(
+        self,
+        features: Tensor,  # [C, n * D]
+        blocks: Tensor,  # [A, B, D] input embeddings
+        anchors: Tensor,  # [A] absolute positions
+    ) -> Tensor:
+        """Final hidden states [A, B, D] of many blocks over one context, for training.
+
+        Block a sees the context strictly before its anchor and itself. Scores against the shared
+        context are one product for all blocks; the block's own keys are appended to them.
+        """
+        n_blocks, n_slots = blocks.shape[:2]
+        context = self.context(features)
+        places = torch.arange(features.shape[0], device=anchors.device)
+        context_rope = self.rope(places, context.dtype)
+        slots = anchors[:, None] + torch.arange(n_slots, device=anchors.device)  # [A, B]
+        cos, sin = self.rope(slots.flatten(), context.dtype)
+        block_rope = (cos.view(n_blocks, 1, n_slots, -1), sin.view(n_blocks, 1, n_slots, -1))
+        hidden_from = places[None, :] >= anchors[:, None]  # [A, C]
+        x = blocks
+        for layer in self.layers:
+            attention = layer.self_attn
+            normed = layer.input_layernorm(x)
+            context_kv = attention.keys_values(context, *context_rope)
+            block_kv = attention.keys_values(normed, *block_rope)
+            queries = attention.queries(normed, *block_rope)
+            x = layer.finish(x, _packed(queries, context_kv, block_kv, hidden_from))
+        return self.norm(x)
+
+
+def _packed(
+    queries: Tensor,  # [A, H, B, d]
+    context_kv: tuple[Tensor, Tensor],  # each [G, C, d]
+    block_kv: tuple[Tensor, Tensor],  # each [A, G, B, d]
+    hidden_from: Tensor,  # [A, C] True where a block must not look
+) -> Tensor:
+    """Attention output [A, H, B, d] of blocks that share a context."""
+    a, h, b, d = queries.shape
+    g, c = context_kv[0].shape[:2]
+    q = (queries * d**-0.5).view(a, g, h // g * b, d)  # heads of a group lie next to each other
+    to_context = torch.einsum("agqd,gcd->agqc", q, context_kv[0])
+    to_context = to_context.masked_fill(hidden_from[:, None, None, :], float("-inf"))
+    to_block = q @ block_kv[0].transpose(-1, -2)
+    weights = torch.cat([to_context, to_block], dim=-1).softmax(dim=-1).to(q.dtype)
+    attended = torch.einsum("agqc,gcd->agqd", weights[..., :c], context_kv[1])
+    attended = attended + weights[..., c:] @ block_kv[1]
+    return attended.reshape(a, h, b, d)

@@ -1,0 +1,1 @@
+"""Policies: what picks the block size, once per prompt or per cycle."""

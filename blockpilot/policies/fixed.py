@@ -1,0 +1,54 @@
+"""Policy `fixed`: one block size for every prompt and cycle."""
+
+from __future__ import annotations
+
+from blockpilot.decoding.types import Draft, Plan, Verdict, View
+from blockpilot.errors import UserError
+
+BLOCK_MODES = ("draft", "verify")
+
+
+def block_plan(block_size: int, block_mode: str, trained_block_size: int | None) -> Plan:
+    """What the drafter sees and what is verified for a block size.
+
+    In mode `draft` the drafter sees `block_size` slots; in mode `verify` it sees the trained block
+    and the first `block_size` slots are verified. Raises UserError for sizes that cannot be.
+    """
+    if block_mode not in BLOCK_MODES:
+        raise UserError(f"block_mode={block_mode}: allowed are {', '.join(BLOCK_MODES)}")
+    if block_size < 1:
+        raise UserError(f"block size {block_size}: allowed are sizes >= 1 (1 is plain decoding)")
+    if block_mode == "draft" or block_size == 1:
+        return Plan(block_size, block_size)
+    if trained_block_size is None or block_size > trained_block_size:
+        raise UserError(
+            f"block size {block_size} in block_mode=verify: allowed are 1..{trained_block_size} "
+            "(the trained block size)"
+        )
+    return Plan(trained_block_size, block_size)
+
+
+class FixedPolicy:
+    """Verifies the same number of slots in every cycle."""
+
+    name = "fixed"
+
+    def __init__(self, *, block_size: int, block_mode: str) -> None:
+        self.block_size, self.block_mode = block_size, block_mode
+
+    def bind(self, trained_block_size: int | None) -> None:
+        """Check the size against the drafter's trained one (UserError)."""
+        self._plan = block_plan(self.block_size, self.block_mode, trained_block_size)
+        self.widest = self._plan.drafted
+
+    def start(self, view: View) -> None:
+        """Reads nothing of the prompt."""
+
+    def plan(self, view: View) -> Plan:
+        return self._plan
+
+    def next(self, draft: Draft, view: View) -> Draft:
+        return draft.cut(self._plan.verified - 1)
+
+    def observe(self, verdict: Verdict) -> None:
+        """Learns nothing."""

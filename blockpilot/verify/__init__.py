@@ -1,0 +1,1 @@
+"""Verifiers: one target forward per cycle decides what is committed."""
