@@ -85,7 +85,6 @@ class Store:
             remove_leftovers(self._rank_folder)
             _merge_parts(self._rank_folder)
             self._next_part = max(map(_part_number, _parts(self._rank_folder)), default=0) + 1
-            earlier = _read_manifest(self._rank_folder / "manifest.json")
             self.session_id = _new_session_id(folder, rank)
             self._stamp = _session_columns(provenance) | {
                 "schema_version": SCHEMA_VERSION,
@@ -94,21 +93,8 @@ class Store:
                 "rank": rank,
                 "world_size": world_size,
             }
-            self._manifest = {
-                "schema_version": SCHEMA_VERSION,
-                "run_id": self.run_id,
-                "rank": rank,
-                "sessions": earlier.get("sessions", []),
-            }
             self._counts = {"ok": 0, "skipped": 0, "failed": 0}
-            self._manifest["sessions"].append(
-                {
-                    "session_id": self.session_id,
-                    "world_size": world_size,
-                    "settings": dict(settings),
-                    "provenance": dict(provenance),
-                }
-            )
+            self._manifest = self._next_manifest(dict(settings), dict(provenance))
             self._write_manifest("running")
         except BaseException:
             self._lock.close()
@@ -166,6 +152,23 @@ class Store:
             raise UserError(
                 f"another run is writing to {self.folder}: wait for it or choose another run id"
             ) from error
+
+    def _next_manifest(
+        self, settings: dict[str, Any], provenance: dict[str, Any]
+    ) -> dict[str, Any]:
+        earlier = _read_manifest(self._rank_folder / "manifest.json").get("sessions", [])
+        session = {
+            "session_id": self.session_id,
+            "world_size": self.world_size,
+            "settings": settings,
+            "provenance": provenance,
+        }
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "run_id": self.run_id,
+            "rank": self.rank,
+            "sessions": [*earlier, session],
+        }
 
     def _write_manifest(self, status: str) -> None:
         session = self._manifest["sessions"][-1]

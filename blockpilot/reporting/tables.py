@@ -41,8 +41,8 @@ def sweep_table(records: pd.DataFrame, *, by_set: bool = False) -> pd.DataFrame:
     table = pd.DataFrame(lines)
     table.attrs["caption"] = [
         "n: prompts. 95%: bootstrap intervals over prompts. TPOT: median over prompts. speedup: "
-        "ratio of mean TPOTs, plain over method, same prompts and session; end to end counts the prefill. "
-        "equal plain: share of outputs that are plain decoding's, token for token.",
+        "ratio of mean TPOTs, plain over method, same prompts and session; end to end counts the "
+        "prefill. equal plain: share of outputs that are plain decoding's, token for token.",
         *_warnings(records, table),
     ]
     return table
@@ -88,7 +88,8 @@ def set_table(records: pd.DataFrame) -> pd.DataFrame:
     table = pd.DataFrame(lines)
     table.attrs["caption"] = [
         "n: prompts. B is the size with the highest macro tau on these very prompts, and tau "
-        "hindsight takes each prompt's best size afterwards: both are upper bounds, not what a policy would get.",
+        "hindsight takes each prompt's best size afterwards: both are upper bounds, not what a "
+        "policy would get.",
         *_warnings(records, table),
     ]
     return table
