@@ -31,7 +31,13 @@ SKIPPED = frozenset(
 )
 """Folders that hold tests, programs or data rather than a library, or that often are missing."""
 
+STUB_FORMAT = (
+    "Write a solution to the following problem and make sure that it passes the tests:\n"
+    "```python\ndef {name}({args}):\n{quoted}\n```"
+)
 FUNCTION_FORMATS = (
+    # The field's code benchmarks ask in this form, so a drafter should meet it often.
+    *(STUB_FORMAT,) * 4,
     "Write a Python function `{name}({args})`.\n\n{doc}",
     "Complete the following Python function.\n```python\ndef {name}({args}):\n{quoted}\n```",
     "Implement this function and make sure that it handles edge cases:\n"
