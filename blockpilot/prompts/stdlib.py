@@ -47,6 +47,7 @@ FUNCTION_FORMATS = (
     "```python\ndef {name}({args}):\n{quoted}\n```",
 )
 METHOD_FORMATS = (
+    *(STUB_FORMAT.replace("{args}", "{free_args}"),) * 3,
     "Write a Python class `{owner}` with a method `{name}({args})`.\n\n{doc}",
     "Complete the method in this Python class.\n"
     "```python\nclass {owner}:\n    def {name}({args}):\n{quoted_deeper}\n```",
@@ -96,13 +97,15 @@ def _requests(module: str, file: Path) -> Iterator[tuple[str, str]]:
             continue
         key = f"{module}.{owner}.{function.name}" if owner else f"{module}.{function.name}"
         formats = METHOD_FORMATS if owner else FUNCTION_FORMATS
+        args = ast.unparse(function.args)
         digest = hashlib.sha256(key.encode()).digest()
         yield (
             key,
             formats[int.from_bytes(digest[:8], "big") % len(formats)].format(
                 owner=owner,
                 name=function.name,
-                args=ast.unparse(function.args),
+                args=args,
+                free_args=args.removeprefix("self").removeprefix(", "),
                 doc=doc,
                 quoted=textwrap.indent(f'"""{doc}"""', "    "),
                 quoted_deeper=textwrap.indent(f'"""{doc}"""', "        "),
