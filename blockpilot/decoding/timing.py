@@ -60,5 +60,6 @@ class Clock:
 def _seconds(before: float | torch.cuda.Event, after: float | torch.cuda.Event) -> float:
     if isinstance(before, float) and isinstance(after, float):
         return after - before
-    assert isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event)
+    assert isinstance(before, torch.cuda.Event)
+    assert isinstance(after, torch.cuda.Event)
     return before.elapsed_time(after) / 1000

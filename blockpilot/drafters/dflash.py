@@ -6,6 +6,7 @@ d head width.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -43,6 +44,7 @@ class DFlashDrafter:
 
     def __init__(self, *, checkpoint: str) -> None:
         self.checkpoint = checkpoint
+        self.fingerprint: str | None = None
         self.trained_block_size: int | None = None
         self.feature_layers: tuple[int, ...] = ()
         self.network: DFlashNetwork | None = None
@@ -56,6 +58,7 @@ class DFlashDrafter:
         """
         if self.network is None:
             self.network = load_network(self.checkpoint, target)
+            self.fingerprint = f"{self.checkpoint}@{_digest(self.network)}"
         config = self.network.config
         check_fits(config, target, self.checkpoint)
         self.network.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
@@ -78,7 +81,8 @@ class DFlashDrafter:
 
     def draft(self, view: View, n_slots: int) -> Draft:
         """Propose `n_slots - 1` tokens; the block needs no rollback, the next one overwrites it."""
-        assert self.network is not None and view.new_features is not None
+        assert self.network is not None
+        assert view.new_features is not None
         self._extend_context(view.new_features)
         masks = self._mask_embedding.expand(n_slots - 1, -1)
         hidden = self._block(torch.cat([self._target.embed(view.anchor), masks]))  # [B, D]
@@ -163,6 +167,12 @@ def load_network(checkpoint: str, target: TargetModel) -> DFlashNetwork:
     return network.float()
 
 
+def _digest(network: DFlashNetwork) -> str:
+    """Twelve hex digits that change with the weights."""
+    sums = [(k, float(v.double().sum())) for k, v in network.state_dict().items()]
+    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:12]
+
+
 def _folder(checkpoint: str) -> Path:
     if checkpoint.startswith(_BUNDLED):
         weights = Path(__file__).parent / "weights"
@@ -215,6 +225,12 @@ def new_config(
 ) -> DFlashConfig:
     """A drafter as wide as its target, reading `n_target_layers` evenly spaced layers."""
     theirs: dict[str, Any] = target.config.to_dict()
+    room = max(1, theirs["num_hidden_layers"] - 3)
+    if n_target_layers > room:
+        raise UserError(
+            f"n_target_layers={n_target_layers}: a target of {theirs['num_hidden_layers']} layers "
+            f"has room for 1..{room}"
+        )
     heads = theirs["num_attention_heads"]
     raw = {
         "hidden_size": theirs["hidden_size"],

@@ -1,4 +1,4 @@
-"""The DFlash network (arXiv 2602.06036): bidirectional layers over one block, context as keys/values.
+"""The DFlash network (arXiv 2602.06036): one block, bidirectional, with the context as keys/values.
 
 It carries the published tensor names, so published checkpoints load as they are and trained ones
 are saved in the same form. Embedding and LM head are the target's and not part of it.
@@ -9,6 +9,7 @@ read, H query heads, G key/value heads, d head width.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ class DFlashConfig:
         depth = own.get("num_target_layers")
         if depth is None:
             raise UserError(f"drafter {where}: config.json lacks the key num_target_layers")
-        if not ids or any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+        if not ids or any(b <= a for a, b in itertools.pairwise(ids)):
             raise UserError(f"drafter {where}: target_layer_ids={list(ids)} must be increasing")
         if ids[0] < 0 or ids[-1] >= depth:
             raise UserError(
@@ -189,7 +190,7 @@ class DFlashNetwork(nn.Module):
         cos, sin = self.rotary(like, positions[None])
         return cos[0], sin[0]
 
-    def forward_blocks(
+    def forward(
         self,
         features: Tensor,  # [C, n * D]
         blocks: Tensor,  # [A, B, D] input embeddings

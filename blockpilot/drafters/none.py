@@ -10,6 +10,7 @@ class NoDrafter:
     """Drafter `none`: proposes nothing, reads no features."""
 
     name = "none"
+    fingerprint: str | None = None
     replayable = True
     has_marginals = False
     trained_block_size: int | None = None

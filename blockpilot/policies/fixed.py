@@ -29,15 +29,20 @@ def block_plan(block_size: int, block_mode: str, trained_block_size: int | None)
 
 
 class FixedPolicy:
-    """Verifies the same number of slots in every cycle."""
+    """Verifies the same number of slots in every cycle.
+
+    `block_size` None means the drafter's trained size, 1 where there is none.
+    """
 
     name = "fixed"
 
-    def __init__(self, *, block_size: int, block_mode: str) -> None:
+    def __init__(self, *, block_size: int | None, block_mode: str) -> None:
         self.block_size, self.block_mode = block_size, block_mode
 
     def bind(self, trained_block_size: int | None) -> None:
         """Check the size against the drafter's trained one (UserError)."""
+        if self.block_size is None:
+            self.block_size = trained_block_size or 1
         self._plan = block_plan(self.block_size, self.block_mode, trained_block_size)
         self.widest = self._plan.drafted
 

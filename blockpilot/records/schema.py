@@ -14,8 +14,10 @@ Keys
                and the method's own fields). Rows of one group are what a speedup may join, and
                only within one session.
 
-`output_sha256` is over the new token ids as little-endian int32. `drafted` counts proposed tokens
-and `verified` target positions of each cycle. Replayed rows (mode `replay`) have no decode times.
+`output_sha256` is over the new token ids as little-endian int32. `divergence_at` is the first new
+token that is not plain decoding's and `divergence_margin` the gap of the two tokens' scores there;
+both are empty for equal outputs. `drafted` counts proposed tokens and `verified` target positions
+of each cycle. Replayed rows (mode `replay`) have no decode times.
 """
 
 from __future__ import annotations
@@ -92,6 +94,8 @@ SCHEMA = pa.schema(
         _column("n_prompt_tokens", pa.int32(), null=True),
         _column("n_new_tokens", pa.int32()),
         _column("output_sha256", pa.string(), null=True),
+        _column("divergence_at", pa.int32(), null=True),
+        _column("divergence_margin", pa.float64(), null=True),
         _column("committed", _INTS),
         _column("drafted", _INTS),
         _column("verified", _INTS),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -29,6 +29,7 @@ from blockpilot.decoding.target import Target
 from blockpilot.errors import UserError
 from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.render import render
+from blockpilot.records.files import make_folder, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,6 @@ class ResponseSettings:
     max_new_tokens: int
     feature_layers: tuple[int, ...]
     batch_size: int
-    prompts: str  # digest of the prompt hashes, in order
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,12 @@ class Request:
     ids: list[int]
 
 
-def requests(target: Target, prompts: Iterable[Prompt], thinking: bool | None) -> list[Request]:
-    """First turns rendered; in an order that mixes the sets, so that any prefix is a fair mix."""
+def requests(
+    target: Target, prompts: Iterable[Prompt], thinking: bool | None, limit: int | None
+) -> list[Request]:
+    """First turns rendered: the first `limit` by hash, so that any prefix is a fair sample."""
     ready = []
-    for prompt in sorted(prompts, key=lambda p: p.hash):
+    for prompt in sorted(prompts, key=lambda p: p.hash)[:limit]:
         messages = [{"role": "user", "content": prompt.turns[0]}]
         if prompt.system is not None:
             messages.insert(0, {"role": "system", "content": prompt.system})
@@ -92,15 +94,15 @@ def open_folder(folder: Path, settings: ResponseSettings) -> None:
     file = folder / "settings.json"
     wanted = json.dumps(asdict(settings), indent=1)
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(wanted)
+        make_folder(folder)
+        replace_file(file, lambda stream: stream.write(wanted.encode()))
         return
     found = json.loads(file.read_text())
     for key, value in json.loads(wanted).items():
         if found.get(key) != value:
             raise UserError(
                 f"responses in {folder} were made with {key}={found.get(key)}, this run has "
-                f"{value}; choose another paths.outputs or run id"
+                f"{value}; choose another run_id or paths.outputs"
             )
 
 
@@ -111,23 +113,19 @@ def shard_file(folder: Path, index: int) -> Path:
 
 def write_responses(
     target: Target,
-    work: Sequence[Sequence[Request]],
+    batch: Sequence[Request],
     folder: Path,
+    index: int,
     settings: ResponseSettings,
-    mine: Callable[[int], bool],
-    progress: Callable[[int], None],
-) -> None:
-    """Answer all batches of this rank that have no shard yet; `progress` gets tokens per shard."""
-    for index, batch in enumerate(work):
-        file = shard_file(folder, index)
-        if file.exists() or not mine(index):
-            continue
-        responses, features = respond(target, batch, settings)
-        try:
-            _write_shard(file, batch, responses, features)
-        except OSError as error:
-            raise UserError(f"cannot write {file}: {error.strerror}") from error
-        progress(sum(map(len, responses)))
+) -> int:
+    """Answer one batch and store its shard; response tokens written, 0 if it stood there."""
+    file = shard_file(folder, index)
+    if file.exists():
+        _check_shard(file, batch)
+        return 0
+    responses, features = respond(target, batch, settings)
+    _write_shard(file, batch, responses, features)
+    return sum(map(len, responses))
 
 
 @torch.inference_mode()
@@ -140,8 +138,7 @@ def respond(
     """
     lengths = torch.tensor([len(r.ids) for r in batch])
     width = int(lengths.max())
-    stop = sorted(target.stop_ids)
-    ids = torch.full((len(batch), width), stop[0])
+    ids = torch.full((len(batch), width), min(target.stop_ids))
     mask = torch.zeros_like(ids)
     for row, request in enumerate(batch):
         ids[row, width - len(request.ids) :] = torch.tensor(request.ids)
@@ -154,19 +151,7 @@ def respond(
     padding = (width - lengths).to(target.device)
     tapped = bool(settings.feature_layers)
     with FeatureTap(target.layers, settings.feature_layers) if tapped else nullcontext() as tap:
-        output = target.model.generate(
-            input_ids=ids.to(target.device),
-            attention_mask=mask.to(target.device),
-            # A fresh config: a checkpoint's own sampling defaults would act beside the sampler.
-            generation_config=GenerationConfig(
-                max_new_tokens=settings.max_new_tokens,
-                do_sample=False,
-                eos_token_id=stop,
-                pad_token_id=stop[0],
-            ),
-            logits_processor=[KeyedLogitsProcessor(sampler, padding)],
-            cache=target.new_cache(width + settings.max_new_tokens),
-        )
+        output = _generate(target, ids, mask, sampler, padding, settings.max_new_tokens)
         captured = tap.take().cpu() if tap is not None else None  # [R, P + T - 1, F]
     responses = [_cut(row, target.stop_ids) for row in output[:, width:].tolist()]
     if captured is None:
@@ -176,6 +161,40 @@ def respond(
         for row, (request, response) in enumerate(zip(batch, responses, strict=True))
     ]
     return responses, features
+
+
+def _generate(
+    target: Target,
+    ids: Tensor,  # [R, P] left-padded
+    mask: Tensor | None,  # [R, P] 0 at pads
+    sampler: KeyedSampler,
+    padding: Tensor,  # [R]
+    max_new_tokens: int,
+) -> Tensor:
+    """Prompts and what the target says to them, [R, P + T]."""
+    stop = sorted(target.stop_ids)
+    return target.model.generate(
+        input_ids=ids.to(target.device),
+        attention_mask=(torch.ones_like(ids) if mask is None else mask).to(target.device),
+        # A fresh config: a checkpoint's own sampling defaults would act beside the sampler.
+        generation_config=GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=stop,
+            pad_token_id=stop[0],
+        ),
+        logits_processor=[KeyedLogitsProcessor(sampler, padding)],
+        cache=target.new_cache(ids.shape[1] + max_new_tokens),
+    )
+
+
+def _check_shard(file: Path, batch: Sequence[Request]) -> None:
+    stored = pq.read_table(file, columns=["prompt_hash"])["prompt_hash"].to_pylist()
+    if stored != [request.prompt.hash for request in batch]:
+        raise UserError(
+            f"{file} holds responses to other prompts than this run asks for; "
+            "choose another run_id or delete the folder"
+        )
 
 
 def _cut(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
@@ -193,9 +212,8 @@ def _write_shard(
 ) -> None:
     # The parquet file comes last: where it stands, the features stand too.
     if features is not None:
-        scratch = file.with_suffix(".safetensors.tmp")
-        save_file({"features": torch.cat(list(features))}, scratch)
-        scratch.rename(file.with_suffix(".safetensors"))
+        packed = save({"features": torch.cat(list(features))})
+        replace_file(file.with_suffix(".safetensors"), lambda stream: stream.write(packed))
     table = pa.table(
         {
             "prompt_id": [r.prompt.id for r in batch],
@@ -206,6 +224,29 @@ def _write_shard(
         },
         schema=SCHEMA,
     )
-    scratch = file.with_suffix(".parquet.tmp")
-    pq.write_table(table, scratch)
-    scratch.rename(file)
+    replace_file(file, lambda stream: pq.write_table(table, stream))
+
+
+@torch.inference_mode()
+def self_written(target: Target, n_prompts: int, batch_size: int, seed: int) -> list[str]:
+    """User messages that the target writes itself: an empty user turn continued at T = 1.
+
+    At least `n_prompts` are tried in whole batches; what does not end its turn, is empty or
+    repeats is dropped.
+    """
+    marker = "\u241e"
+    message = [{"role": "user", "content": marker}]
+    text = str(target.tokenizer.apply_chat_template(message, tokenize=False))
+    ids = target.tokenizer(text.split(marker)[0], add_special_tokens=False)["input_ids"]
+    written: dict[str, None] = {}
+    for start in range(0, n_prompts, batch_size):
+        keys = [f"self-written/{start + row}" for row in range(batch_size)]
+        sampler = KeyedSampler(temperature=1.0, seed=seed, prompt_hashes=keys)
+        padding = torch.zeros(batch_size, dtype=torch.int64, device=target.device)
+        output = _generate(target, torch.tensor([ids] * batch_size), None, sampler, padding, 64)
+        for row in output[:, len(ids) :].tolist():
+            tokens = _cut(row, target.stop_ids)
+            if tokens[-1] in target.stop_ids:
+                message_text = target.tokenizer.decode(tokens[:-1], skip_special_tokens=True)
+                written |= {message_text.strip(): None} if message_text.strip() else {}
+    return list(written)

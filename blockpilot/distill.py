@@ -1,0 +1,218 @@
+"""Stage `distill`: train a DFlash drafter for any target from the target's own responses.
+
+    python -m blockpilot.distill experiment=local_drafter prompts.sets.gsm8k-train.path=<file>
+    torchrun --nproc-per-node 2 -m blockpilot.distill ...
+
+Answers, checkpoint and the finished drafter lie in <paths.outputs>/distill/<run id>/; the same
+command again continues where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+from accelerate import PartialState
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from blockpilot.config import DistillConfig
+from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.sampling import KeyedSampler
+from blockpilot.decoding.target import Target, load_target
+from blockpilot.drafters.dflash import DFlashDrafter, new_config, save_network
+from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
+from blockpilot.errors import UserError
+from blockpilot.paths import conf_dir
+from blockpilot.policies.fixed import FixedPolicy
+from blockpilot.prompts.base import DISTILL, VALIDATION, Prompt, PromptSet
+from blockpilot.prompts.load import load_prompts
+from blockpilot.prompts.local import LocalSet
+from blockpilot.provenance import facts
+from blockpilot.records.files import make_folder, replace_file
+from blockpilot.runtime import stage, world
+from blockpilot.tracking import tracked
+from blockpilot.training.corpus import Corpus
+from blockpilot.training.model_card import model_card
+from blockpilot.training.responses import (
+    Request,
+    ResponseSettings,
+    batches,
+    open_folder,
+    requests,
+    self_written,
+    write_responses,
+)
+from blockpilot.training.trainer import DrafterTrainer
+from blockpilot.verify.chain import verify_chain
+
+log = logging.getLogger(__name__)
+
+SELF_WRITTEN = "self-written"
+
+
+def run(cfg: DistillConfig) -> Path:
+    """Answer the prompts, train the drafter, measure it; the folder of the finished drafter."""
+    folder = Path(cfg.paths.outputs) / "distill" / cfg.run_id
+    make_folder(folder)
+    target = load_target(cfg)
+    processes = PartialState(cpu=target.device.type == "cpu")
+    network_config = drafter_config(cfg, target)
+    prompts = _prompts(cfg, target, folder, processes)
+    learnt = _answer(cfg, target, prompts, DISTILL, folder, network_config)
+    held_out = _answer(cfg, target, prompts, VALIDATION, folder, network_config)
+    processes.wait_for_everyone()
+    corpus, validation = Corpus(learnt), Corpus(held_out)
+    log.info("%d responses, %d tokens", len(corpus), corpus.response_tokens)
+    network = DFlashNetwork(network_config).to(target.device)
+    trainer = DrafterTrainer(network, target, corpus, cfg.training, seed=cfg.seed, folder=folder)
+    trainer.resume()
+    tracker = instantiate(cfg.tracker, _convert_="all")
+    settings = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[call-overload]
+    with tracked(
+        tracker, run_id=cfg.run_id, folder=folder, config=settings, rank=processes.process_index
+    ):
+        trainer.run(validation, tracker)
+        finished = folder / cfg.new_drafter.name
+        if processes.is_main_process:
+            save_network(network, finished)
+            taus = held_out_taus(cfg, target, finished, prompts)
+            tracker.summarise({f"tau/{name}": tau for name, tau in taus.items()})
+            made_by = {**facts(target.device), "target_dtype": str(target.dtype)}
+            card = model_card(cfg, corpus, taus, trainer.seconds, made_by)
+            replace_file(finished / "README.md", lambda stream: stream.write(card.encode()))
+            log.info("drafter in %s, held-out macro tau %s", finished, taus)
+    processes.wait_for_everyone()
+    return finished
+
+
+def drafter_config(cfg: DistillConfig, target: Target) -> DFlashConfig:
+    """Shape of the new drafter; the mask defaults to the first row past the tokenizer."""
+    mask = cfg.new_drafter.mask_token_id
+    if mask is None:
+        mask = len(target.tokenizer)
+        if mask >= target.embed_rows:
+            raise UserError(
+                f"new_drafter.mask_token_id: {cfg.model.name} has no embedding row past its "
+                f"tokenizer's {mask} entries; name a token that never occurs in text"
+            )
+    return new_config(
+        target,
+        n_layers=cfg.new_drafter.n_layers,
+        n_target_layers=cfg.new_drafter.n_target_layers,
+        block_size=cfg.new_drafter.block_size,
+        mask_token_id=mask,
+    )
+
+
+def _prompts(
+    cfg: DistillConfig, target: Target, folder: Path, processes: PartialState
+) -> list[Prompt]:
+    if cfg.prompts.split is not None:
+        raise UserError(
+            f"prompts.split={cfg.prompts.split}: distill learns from the distill split and "
+            "measures on validation; leave it null"
+        )
+    sets: dict[str, PromptSet] = instantiate(cfg.prompts.sets, _convert_="all")
+    if cfg.responses.self_written:
+        file = folder / f"{SELF_WRITTEN}.jsonl"
+        if processes.is_main_process and not file.exists():
+            texts = self_written(
+                target, cfg.responses.self_written, cfg.responses.batch_size, cfg.seed
+            )
+            lines = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+            replace_file(file, lambda stream: stream.write(lines.encode()))
+        processes.wait_for_everyone()
+        sets[SELF_WRITTEN] = LocalSet(name=SELF_WRITTEN, held_out=False, path=file)
+    return load_prompts(sets, limit=cfg.prompts.limit, path=cfg.prompts.path, split=None)
+
+
+def _chosen(cfg: DistillConfig, target: Target, prompts: Sequence[Prompt]) -> list[Request]:
+    """Prompts of one set and split, ready, up to the limit of the split."""
+    validation = prompts[0].split == VALIDATION
+    limit = cfg.responses.validation if validation else cfg.responses.limit
+    return requests(target, prompts, cfg.model.thinking, limit)
+
+
+def _by_set(prompts: Sequence[Prompt], split: str) -> dict[str, list[Prompt]]:
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        if prompt.split == split:
+            groups.setdefault(prompt.set, []).append(prompt)
+    return groups
+
+
+def _answer(
+    cfg: DistillConfig,
+    target: Target,
+    prompts: Sequence[Prompt],
+    split: str,
+    folder: Path,
+    network: DFlashConfig,
+) -> list[Path]:
+    """Folders of the target's responses to one split, one per prompt set."""
+    settings = ResponseSettings(
+        target=cfg.model.name,
+        revision=cfg.model.revision,
+        dtype=str(target.dtype).removeprefix("torch."),
+        temperature=cfg.decoding.temperature,
+        seed=cfg.seed,
+        max_new_tokens=cfg.decoding.max_new_tokens,
+        feature_layers=network.target_layer_ids if cfg.responses.store_features else (),
+        batch_size=cfg.responses.batch_size,
+    )
+    place = world()
+    folders = []
+    for name, group in _by_set(prompts, split).items():
+        answers = folder / "responses" / split / name
+        open_folder(answers, settings)
+        work = batches(_chosen(cfg, target, group), settings.batch_size)
+        for index in range(place.rank, len(work), place.size):
+            begin = time.monotonic()
+            tokens = write_responses(target, work[index], answers, index, settings)
+            if tokens:
+                pace = tokens / (time.monotonic() - begin)
+                log.info("%s %s: batch %d/%d, %.0f/s", split, name, index + 1, len(work), pace)
+        folders.append(answers)
+    return folders
+
+
+def held_out_taus(
+    cfg: DistillConfig, target: Target, drafter: Path, prompts: Sequence[Prompt]
+) -> dict[str, float]:
+    """Macro tau per prompt set at the trained size, by the decode loop, on validation prompts."""
+    policy = FixedPolicy(block_size=cfg.new_drafter.block_size, block_mode="draft")
+    method = Method(DFlashDrafter(checkpoint=str(drafter)), policy, verify_chain)
+    method.bind(target)
+    taus = {}
+    for name, group in _by_set(prompts, VALIDATION).items():
+        per_prompt = []
+        for request in _chosen(cfg, target, group):
+            sampler = KeyedSampler(
+                temperature=cfg.decoding.temperature,
+                seed=cfg.seed,
+                prompt_hashes=[request.prompt.hash],
+            )
+            trace = decode(target, method, request.ids, sampler, cfg.decoding.max_new_tokens)
+            if trace.committed:
+                per_prompt.append(sum(trace.committed) / len(trace.committed))
+        if per_prompt:
+            taus[name] = round(sum(per_prompt) / len(per_prompt), 3)
+    return taus
+
+
+@stage(
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="distill"),
+    DistillConfig,
+)
+def main(cfg: DistillConfig) -> None:
+    """Entry point."""
+    run(cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The model card that lies beside trained weights: data, recipe, measured tau, command, licence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from blockpilot.config import DistillConfig
+from blockpilot.training.corpus import Corpus
+
+
+def model_card(
+    cfg: DistillConfig,
+    corpus: Corpus,
+    taus: Mapping[str, float],
+    seconds: float,
+    provenance: Mapping[str, Any],
+) -> str:
+    """Markdown text; every number in it was counted or measured in this run."""
+    data = "\n".join(
+        f"| {name} | {prompts} | {tokens} |" for name, (prompts, tokens) in corpus.counts().items()
+    )
+    held_out = "\n".join(f"| {name} | {tau:.2f} |" for name, tau in taus.items())
+    recipe = OmegaConf.to_yaml(
+        {
+            key: OmegaConf.to_container(cfg[key], resolve=True)  # type: ignore[index]
+            for key in ("new_drafter", "responses", "decoding", "training")
+        }
+    )
+    place = provenance["gpu"] or f"{provenance['cpu']}, {provenance['threads']} threads a process"
+    return f"""# {cfg.new_drafter.name}
+
+DFlash drafter (arXiv 2602.06036) of {cfg.model.repo}, in the form of the published drafters:
+`config.json` and bf16 safetensors, without embedding and LM head, which are the target's.
+
+## Data
+
+The target's own answers, prompt by prompt, to prompts of the split `distill`:
+
+| prompt set | prompts | response tokens |
+|---|---|---|
+{data}
+
+## Recipe
+
+{cfg.training.steps} optimizer steps in {seconds / 60:.0f} minutes on {place}; seed {cfg.seed};
+version {provenance["version"]}, commit {provenance["git_commit"]}.
+
+```
+python -m blockpilot.distill {" ".join(sys.argv[1:])}
+```
+
+```yaml
+{recipe.strip()}
+```
+
+## Measured
+
+Macro tau of the decode loop at block size {cfg.new_drafter.block_size}, temperature
+{cfg.decoding.temperature}, {cfg.decoding.max_new_tokens} new tokens, {provenance["target_dtype"]},
+{cfg.responses.validation} prompts per set of the split `validation`:
+
+| prompt set | macro tau |
+|---|---|
+{held_out}
+
+## Licence
+
+The weights are this project's, under Apache-2.0; they are of use only with their target, whose
+licence holds for it.
+"""

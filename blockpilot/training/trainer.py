@@ -1,0 +1,293 @@
+"""Training of a DFlash drafter (arXiv 2602.06036): random anchors, packed blocks, slot weights.
+
+Embedding and LM head are the target's and frozen. One micro-batch is one sequence with many blocks
+over its context, so nothing is padded. The order of the data and the anchors follow from
+(seed, step, rank), so a resumed run continues as if it had not stopped.
+
+Letters: A anchors, S = B - 1 predicted slots, D width, K candidate tokens of the loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import get_cosine_schedule_with_warmup
+
+from blockpilot.config import TrainingConfig
+from blockpilot.decoding.target import Target
+from blockpilot.drafters.dflash_net import DFlashNetwork
+from blockpilot.records.files import replace_file
+from blockpilot.tracking import Tracker
+from blockpilot.training.blocks import (
+    accepted_lengths,
+    decay_weights,
+    dpace_weights,
+    sample_anchors,
+    slot_labels,
+)
+from blockpilot.training.corpus import Corpus, Example
+
+log = logging.getLogger(__name__)
+
+_FINAL_NORM = 0.2
+"""First weight of the final norm: at 1 the fresh states meet the target's LM head at a scale where
+the loss begins at several times ln V (39 against 14 on SmolLM2) and much of a short run is spent
+on shrinking it."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Tokens that the loss is computed over in one step, with the LM head's rows."""
+
+    weight: Tensor  # [K, D]
+    offset: Tensor  # [K] log-correction of sampled tokens
+    place: Tensor  # [V] index of a token among the candidates
+
+
+class CandidateHead:
+    """The softmax of the loss over the tokens that occur in responses and a sample of the others.
+
+    Most of a vocabulary never occurs in the responses and the LM head is the largest matrix of the
+    step. The sampled tokens stand for all the absent ones: their logits are raised by
+    log(absent / sampled), which keeps the partition function unbiased. `n_sampled` None takes the
+    whole vocabulary.
+    """
+
+    def __init__(self, head: Tensor, seen: Tensor, n_sampled: int | None) -> None:
+        self.head = head  # [V, D]
+        absent = torch.ones(head.shape[0], dtype=torch.bool)
+        absent[seen] = False
+        self.seen, self.absent = seen, absent.nonzero()[:, 0]
+        self.n_sampled = n_sampled if n_sampled and n_sampled < len(self.absent) else None
+
+    def draw(self, generator: torch.Generator) -> Candidates:
+        """Candidates of one step."""
+        device = self.head.device
+        if self.n_sampled is None:
+            everything = torch.arange(self.head.shape[0], device=device)
+            return Candidates(self.head, torch.zeros(1, device=device), everything)
+        drawn = torch.randperm(len(self.absent), generator=generator)[: self.n_sampled]
+        ids = torch.cat([self.seen, self.absent[drawn]]).to(device)
+        offset = torch.zeros(len(ids), device=device)
+        offset[len(self.seen) :] = math.log(len(self.absent) / self.n_sampled)
+        place = torch.zeros(self.head.shape[0], dtype=torch.int64, device=device)
+        place[ids] = torch.arange(len(ids), device=device)
+        return Candidates(self.head[ids], offset, place)
+
+
+class DrafterTrainer:
+    """Trains a network on a corpus; `resume`, `run` and `save` make an interruptible job of it."""
+
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        target: Target,
+        corpus: Corpus,
+        settings: TrainingConfig,
+        *,
+        seed: int,
+        folder: Path,
+    ) -> None:
+        self.target, self.corpus, self.settings, self.seed = target, corpus, settings, seed
+        self.checkpoint = folder / "checkpoint.pt"
+        self.accelerator = Accelerator(
+            cpu=target.device.type == "cpu",
+            mixed_precision="bf16",
+            gradient_accumulation_steps=settings.sequences_per_step,
+        )
+        with torch.no_grad():
+            network.norm.weight.fill_(_FINAL_NORM)
+        self.network = network
+        optimizer = torch.optim.AdamW(
+            network.parameters(),
+            lr=settings.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=settings.weight_decay,
+        )
+        self.model, self.optimizer = self.accelerator.prepare(network, optimizer)
+        self.schedule = get_cosine_schedule_with_warmup(
+            optimizer, round(settings.warmup * settings.steps), settings.steps
+        )
+        seen = corpus.response_vocabulary(target.embed_rows)
+        head = target.model.get_output_embeddings().weight
+        self.head = CandidateHead(head, seen, settings.sampled_negatives)
+        self.step = 0
+        self.seconds = 0.0  # of all runs that this training took
+
+    def resume(self) -> None:
+        """Continue from the checkpoint of this folder, if there is one."""
+        if not self.checkpoint.exists():
+            return
+        state = torch.load(self.checkpoint, weights_only=True, map_location=self.target.device)
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        log.info("continuing at step %d", self.step)
+
+    def save(self) -> None:
+        """Write the checkpoint, atomically; one rank writes."""
+        if not self.accelerator.is_main_process:
+            return
+        state: dict[str, Any] = {
+            "network": self.network.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+        }
+        replace_file(self.checkpoint, lambda scratch: torch.save(state, scratch))
+
+    def run(self, validation: Corpus, tracker: Tracker) -> None:
+        """Train to the last step, logging curves and saving on the way."""
+        settings = self.settings
+        begin, first, before = time.monotonic(), self.step, self.seconds
+        losses: list[float] = []
+        for batch in self._batches():
+            losses.append(self._update(batch))
+            self.step += 1
+            self.seconds = before + time.monotonic() - begin
+            if self.step % settings.log_every == 0 or self.step == settings.steps:
+                pace = (time.monotonic() - begin) / (self.step - first)
+                loss = sum(losses) / len(losses)
+                losses.clear()
+                rate = self.schedule.get_last_lr()[0]
+                tracker.log({"train/loss": loss, "train/learning_rate": rate}, step=self.step)
+                log.info(
+                    "step %d/%d  loss %.3f  %.2f s/step  %.0f min left",
+                    self.step,
+                    settings.steps,
+                    loss,
+                    pace,
+                    pace * (settings.steps - self.step) / 60,
+                )
+            if self.step % settings.evaluate_every == 0 or self.step == settings.steps:
+                self.save()
+                taus = replayed_taus(self.network, self.target, validation)
+                tracker.log({f"tau/{name}": tau for name, tau in taus.items()}, step=self.step)
+                log.info("step %d  held-out tau %s", self.step, _told(taus))
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Sequences of this rank for every step from `self.step` on."""
+        size, world = self.settings.sequences_per_step, self.accelerator.num_processes
+        rank = self.accelerator.process_index
+        for step in range(self.step, self.settings.steps):
+            start = (step * world + rank) * size
+            yield [self._order(n // len(self.corpus), n) for n in range(start, start + size)]
+
+    def _order(self, epoch: int, n: int) -> int:
+        if getattr(self, "_epoch", None) != epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._permutation = torch.randperm(len(self.corpus), generator=generator)
+            self._epoch = epoch
+        return int(self._permutation[n % len(self.corpus)])
+
+    def _update(self, batch: list[int]) -> float:
+        """One optimizer step over the sequences of a batch; their mean loss."""
+        rank = self.accelerator.process_index
+        key = (self.seed * 1_000_003 + self.step) * 4099 + rank
+        generator = torch.Generator().manual_seed(key)
+        candidates = self.head.draw(generator)
+        total = 0.0
+        for index in batch:
+            with self.accelerator.accumulate(self.model):
+                loss = self._loss(self.corpus[index], candidates, generator)
+                self.accelerator.backward(loss)
+                total += loss.item()
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        self.schedule.step()
+        return total / len(batch)
+
+    def _loss(self, example: Example, candidates: Candidates, generator: torch.Generator) -> Tensor:
+        """Weighted mean cross-entropy of the slots behind random anchors of one sequence."""
+        config, device = self.network.config, self.target.device
+        ids = example.ids.to(device)
+        anchors = sample_anchors(
+            example.prompt_length, len(ids), self.settings.anchors_per_sequence, generator
+        ).to(device)
+        labels, known = slot_labels(ids, anchors, config.block_size)
+        features = features_of(self.target, example, config.target_layer_ids)
+        with self.accelerator.autocast():
+            hidden = self.model(
+                features, blocks_of(self.target, self.network, ids, anchors), anchors
+            )
+            logits = F.linear(hidden[:, 1:][known], candidates.weight)
+        logits = logits.float() + candidates.offset
+        cross_entropy = F.cross_entropy(logits, candidates.place[labels[known]], reduction="none")
+        weights = self._weights(cross_entropy, known)
+        return (weights * cross_entropy).sum() / weights.sum()
+
+    def _weights(self, cross_entropy: Tensor, known: Tensor) -> Tensor:
+        """Weights of the known slots, in their order."""
+        if self.settings.slot_weights == "decay":
+            decay = decay_weights(known.shape[1], self.settings.gamma).to(known.device)
+            return decay.expand_as(known)[known]
+        probability = torch.zeros(known.shape, device=known.device)
+        probability[known] = cross_entropy.detach().neg().exp()
+        return dpace_weights(probability, known)[known]
+
+
+def blocks_of(target: Target, network: DFlashNetwork, ids: Tensor, anchors: Tensor) -> Tensor:
+    """Input embeddings [A, B, D]: the anchor's token and masks."""
+    config = network.config
+    block = torch.full((len(anchors), config.block_size), config.mask_token_id, device=ids.device)
+    block[:, 0] = ids[anchors]
+    return target.embed(block)
+
+
+def features_of(target: Target, example: Example, layer_ids: tuple[int, ...]) -> Tensor:
+    """Features [T - 1, F] of all but the last token: stored, or by one target forward."""
+    if example.features is not None:
+        return example.features.to(target.device)
+    target.capture(layer_ids)
+    with torch.inference_mode():
+        ids = example.ids[:-1].to(target.device)
+        features = target.forward(ids, target.new_cache(len(ids)), n_logits=1).features
+    assert features is not None
+    return features.clone()  # leaves inference mode's tensors behind
+
+
+@torch.no_grad()
+def replayed_taus(network: DFlashNetwork, target: Target, corpus: Corpus) -> dict[str, float]:
+    """Macro tau at the trained block size per prompt set, by a walk over drafts from all anchors.
+
+    A draft is accepted while it equals the stored response, so the walk visits the cycles that
+    decoding would have had, up to arithmetic.
+    """
+    per_set: dict[str, list[float]] = {}
+    block_size, layer_ids = network.config.block_size, network.config.target_layer_ids
+    network.eval()
+    for index in range(len(corpus)):
+        example = corpus[index]
+        ids = example.ids.to(target.device)
+        anchors = torch.arange(example.prompt_length, len(ids) - 1, device=ids.device)
+        labels, known = slot_labels(ids, anchors, block_size)
+        features = features_of(target, example, layer_ids)
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+            hidden = network(features, blocks_of(target, network, ids, anchors), anchors)
+            predicted = target.head(hidden[:, 1:].to(target.dtype)).argmax(dim=-1)
+        advance = (accepted_lengths(predicted, labels, known) + 1).tolist()
+        place = cycles = 0
+        while place < len(advance):
+            place += advance[place]
+            cycles += 1
+        per_set.setdefault(example.prompt_set, []).append(len(advance) / cycles)
+    network.train()
+    return {name: sum(taus) / len(taus) for name, taus in sorted(per_set.items())}
+
+
+def _told(taus: dict[str, float]) -> str:
+    return "  ".join(f"{name} {tau:.2f}" for name, tau in taus.items())
