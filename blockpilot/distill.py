@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from accelerate import PartialState
@@ -72,7 +73,7 @@ def run(cfg: DistillConfig) -> Path:
     trainer = DrafterTrainer(network, target, corpus, cfg.training, seed=cfg.seed, folder=folder)
     trainer.resume()
     tracker = instantiate(cfg.tracker, _convert_="all")
-    settings = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[call-overload]
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
     with tracked(
         tracker, run_id=cfg.run_id, folder=folder, config=settings, rank=processes.process_index
     ):

@@ -72,7 +72,7 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
     sweep = Sweep(cfg, target, methods, folder)
     place, tracker = world(), instantiate(cfg.tracker, _convert_="all")
     expected = {prompt.id: sweep.expected_keys(prompt) for prompt in prompts}
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[call-overload]
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
     with (
         tracked(tracker, run_id=cfg.run_id, folder=folder, config=settings, rank=place.rank),
         Store(

@@ -108,7 +108,7 @@ class DFlashDrafter:
         start, end = self._length, self._length + features.shape[0]
         context = self.network.context(features)
         rope = self._cos[start:end], self._sin[start:end]
-        for index, layer in enumerate(self.network.layers):
+        for index, layer in enumerate(self.network.stack):
             keys, values = layer.self_attn.keys_values(context, *rope)
             self._keys[index][:, start:end] = keys
             self._values[index][:, start:end] = values
@@ -119,7 +119,7 @@ class DFlashDrafter:
         assert self.network is not None
         start, end = self._length, self._length + x.shape[0]
         rope = self._cos[start:end], self._sin[start:end]
-        for index, layer in enumerate(self.network.layers):
+        for index, layer in enumerate(self.network.stack):
             attention = layer.self_attn
             normed = layer.input_layernorm(x)
             keys, values = self._keys[index], self._values[index]

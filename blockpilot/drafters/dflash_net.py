@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -180,6 +180,11 @@ class DFlashNetwork(nn.Module):
         self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.rotary = Qwen3RotaryEmbedding(shape)
 
+    @property
+    def stack(self) -> list[DFlashLayer]:
+        """The layers, with their type."""
+        return cast("list[DFlashLayer]", list(self.layers))
+
     def context(self, features: Tensor) -> Tensor:
         """H_context [C, D] of target features [C, n * D]."""
         return self.hidden_norm(self.fc(features))
@@ -210,7 +215,7 @@ class DFlashNetwork(nn.Module):
         block_rope = (cos.view(n_blocks, 1, n_slots, -1), sin.view(n_blocks, 1, n_slots, -1))
         hidden_from = places[None, :] >= anchors[:, None]  # [A, C]
         x = blocks
-        for layer in self.layers:
+        for layer in self.stack:
             attention = layer.self_attn
             normed = layer.input_layernorm(x)
             context_kv = attention.keys_values(context, *context_rope)
