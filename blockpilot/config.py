@@ -106,6 +106,7 @@ class ResponsesConfig:
     """How the target answers the prompts that a drafter learns from."""
 
     limit: int | None  # prompts per set, the first by hash; null: all
+    limit_of: dict[str, int]  # other limits for some sets
     validation: int  # prompts per set whose answers measure held-out tau
     self_written: int  # prompts that the target writes itself
     batch_size: int

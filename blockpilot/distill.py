@@ -51,7 +51,7 @@ from blockpilot.training.responses import (
 from blockpilot.training.trainer import DrafterTrainer
 from blockpilot.verify.chain import verify_chain
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("blockpilot.distill")  # __name__ is __main__ under python -m
 
 SELF_WRITTEN = "self-written"
 
@@ -134,8 +134,10 @@ def _prompts(
 
 def _chosen(cfg: DistillConfig, target: Target, prompts: Sequence[Prompt]) -> list[Request]:
     """Prompts of one set and split, ready, up to the limit of the split."""
-    validation = prompts[0].split == VALIDATION
-    limit = cfg.responses.validation if validation else cfg.responses.limit
+    if prompts[0].split == VALIDATION:
+        limit: int | None = cfg.responses.validation
+    else:
+        limit = cfg.responses.limit_of.get(prompts[0].set, cfg.responses.limit)
     return requests(target, prompts, cfg.model.thinking, limit)
 
 

@@ -47,7 +47,7 @@ from blockpilot.runtime import IncompleteError, console, stage, world
 from blockpilot.tracking import Tracker, tracked
 from blockpilot.verify.chain import verify_chain
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("blockpilot.sweep")  # __name__ is __main__ under python -m
 
 _WARM_UP_TOKENS = 8
 

@@ -33,7 +33,7 @@ from blockpilot.prompts.render import render
 from blockpilot.verify.chain import verify_chain
 
 N_PROMPTS, N_TOKENS = 8, 48
-FORMATS = {kind: "{turn}" for kind in ("maths", "chat", "code")}
+FORMATS = dict.fromkeys(("maths", "chat", "code"), "{turn}")
 PARTS = ("target forward", "drafter forward", "LM heads", "sampling", "rest", "cycle")
 
 
