@@ -14,7 +14,6 @@ from reference_kit import KINDS, MASK, SIZES, TRAINED, fill, tiny_target
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3Model
 
-
 # --- the network -------------------------------------------------------------------------------
 
 

@@ -1,0 +1,129 @@
+"""Tiny stages for tests: configurations of a 4-layer random target, run in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+
+from blockpilot.config import DistillConfig, GenerateConfig, StageConfig, SweepConfig, typed
+from blockpilot.paths import conf_dir
+from blockpilot.prompts.base import UNASSIGNED, Prompt
+from blockpilot.prompts.splits import split_of_hash
+from blockpilot.runtime import seed_everything
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTEXT = 128
+# Weights large enough for a varied text; one target layer is all that a drafter of 4 layers reads.
+TINY = [
+    "weights=random",
+    "device=cpu",
+    "threads=1",
+    "model.architecture.num_hidden_layers=4",
+    "model.architecture.hidden_size=32",
+    "model.architecture.intermediate_size=48",
+    "model.architecture.num_attention_heads=4",
+    "model.architecture.num_key_value_heads=2",
+    "model.architecture.head_dim=8",
+    "model.architecture.vocab_size=300",
+    f"model.architecture.max_position_embeddings={CONTEXT}",
+    "model.architecture.tie_word_embeddings=false",
+    "+model.architecture.initializer_range=0.25",
+]
+SCHEMAS = {"sweep": SweepConfig, "generate": GenerateConfig, "distill": DistillConfig}
+Result = TypeVar("Result")
+
+
+def composed(stage: str, *overrides: str) -> Any:
+    """The checked configuration that `python -m blockpilot.<stage> <overrides>` would get."""
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return typed(hydra.compose(stage, list(overrides)), SCHEMAS[stage])
+
+
+def performed(run: Callable[[Any], Result], stage: str, *overrides: str) -> Result:
+    """Run a stage's work as its `main` would."""
+    cfg: StageConfig = composed(stage, *overrides)
+    seed_everything(cfg.seed)
+    return run(cfg)
+
+
+def sweep_arguments(outputs: Path, prompts: Path, *more: str) -> list[str]:
+    """Overrides of a tiny float64 sweep over a file of prompts with a random drafter of size 16."""
+    return [
+        *TINY,
+        "dtype=float64",
+        "drafter.checkpoint=random",
+        "tracker=none",
+        "run_id=run",
+        "radius=1",
+        "decoding.max_new_tokens=6",
+        "decoding.temperature=1",
+        "prompts=local",
+        f"prompts.path={prompts}",
+        f"paths.outputs={outputs}",
+        *more,
+    ]
+
+
+def write_prompts(file: Path, prompts: Sequence[str | Sequence[str]]) -> Path:
+    """A JSONL file of prompts; a list of texts is a conversation of several turns."""
+    turns = [[each] if isinstance(each, str) else list(each) for each in prompts]
+    rows = [{"id": f"p{number:02d}", "turns": each} for number, each in enumerate(turns)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def texts_of(split: str, n: int) -> list[str]:
+    """Short prompts that the hash puts into a split."""
+
+    def candidates() -> Iterator[str]:
+        number = 0
+        while True:
+            yield f"say {number}"
+            number += 1
+
+    found: list[str] = []
+    for text in candidates():
+        prompt = Prompt(id="x", set="x", turns=(text,), split=UNASSIGNED)
+        if split_of_hash(prompt.hash) == split:
+            found.append(text)
+            if len(found) == n:
+                return found
+    raise AssertionError
+
+
+def command(stage: str, *arguments: str, processes: int = 1) -> list[str]:
+    """The command line of a stage, under torchrun where several processes are wanted."""
+    launcher = ["-m", f"blockpilot.{stage}"]
+    if processes > 1:
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", *launcher]
+    return [sys.executable, *launcher, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """Of a command started from anywhere: this checkout, one thread."""
+    one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return {**os.environ, **one, "PYTHONPATH": str(ROOT)}
+
+
+def executed(arguments: Sequence[str], cwd: Path, text: str = "") -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a real process."""
+    done = subprocess.run(
+        arguments,
+        cwd=cwd,
+        env=environment(),
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
