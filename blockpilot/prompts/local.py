@@ -110,7 +110,7 @@ class LocalSet:
 
     name: str
     held_out: bool
-    path: Path | str | None = None
+    path: Path | str | None
 
     def load(self, path: Path | None = None) -> list[Prompt]:
         chosen = path or self.path

@@ -1,0 +1,52 @@
+"""F25: the commands of the README are the tested ones."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from blockpilot.config import DistillConfig, GenerateConfig, StageConfig, SweepConfig, typed
+from blockpilot.paths import conf_dir
+
+ROOT = Path(__file__).parents[1]
+SCHEMAS: dict[str, type[StageConfig]] = {
+    "sweep": SweepConfig,
+    "distill": DistillConfig,
+    "generate": GenerateConfig,
+}
+COMMAND = re.compile(r"^ {4}.*-m blockpilot\.(\w+) ?(.*)$", re.MULTILINE)
+README = (ROOT / "README.md").read_text()
+
+
+def commands() -> list[tuple[str, str]]:
+    return [(stage, rest.split("  #")[0].strip()) for stage, rest in COMMAND.findall(README)]
+
+
+@pytest.mark.parametrize(("stage", "arguments"), commands())
+def test_f25_every_command_composes_and_fits_its_schema(stage: str, arguments: str) -> None:
+    overrides = [word for word in shlex.split(arguments) if word != "-m"]
+    overrides = [word.replace("<name>", "qwen3-4b") for word in overrides]
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    for number, each in enumerate(parsed):
+        if each.is_sweep_override():  # of a multirun, the first job
+            overrides[number] = f"{each.key_or_group}={next(each.sweep_string_iterator())}"
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        cfg = compose(stage, ["run_id=readme", *overrides])
+    typed(cfg, SCHEMAS[stage])
+
+
+def test_the_readme_shows_every_stage_and_both_commands() -> None:
+    assert {stage for stage, _ in commands()} == set(SCHEMAS)
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for target in re.findall(r"^ {4}make (\w+)", README, re.MULTILINE):
+        assert target in targets
+
+
+def test_files_that_the_readme_names_exist() -> None:
+    for name in re.findall(r"\]\(([\w./-]+)\)", README):
+        assert (ROOT / name).exists(), name
