@@ -36,6 +36,8 @@ class _SlabLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         start, end = self.length, self.length + key_states.shape[2]
+        if end > self.capacity:  # a slice past the end would take one token and drop it silently
+            raise ValueError(f"{end} positions exceed the cache's capacity of {self.capacity}")
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         self.length = end
