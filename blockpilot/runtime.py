@@ -160,17 +160,36 @@ def run_id() -> str:
     drawn = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     if world().size == 1:
         return drawn
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if (store := _launch_store()) is None:
         raise UserError(f"several processes need one run id: set {RUN_ID} or start with torchrun")
-    # TORCHELASTIC_RUN_ID is the word "none" by default, so the ranks meet in torchrun's own store:
-    # the first to come decides, and a restarted rank finds the id of the interrupted run.
-    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
+    # The first to come decides; a restarted rank finds the id of the interrupted run.
+    agreed: str = store.compare_set("blockpilot/run_id", "", drawn).decode()
+    return agreed
+
+
+def meet(place: str) -> None:
+    """Wait until every process of this launch has come to `place`, a name used once per launch.
+
+    Processes that torchrun did not start have no place to meet and go on.
+    """
+    if (store := _launch_store()) is None:
+        return
+    key = f"blockpilot/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{place}"
+    if store.add(key, 1) == world().size:
+        store.set(f"{key}/all", "here")
+    store.wait([f"{key}/all"], timedelta(days=30))
+
+
+def _launch_store() -> Any:
+    """torchrun's own key-value store, which all its processes reach; None without torchrun."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return torch.distributed.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
         timeout=timedelta(seconds=60),
     )
-    return store.compare_set("blockpilot/run_id", "", drawn).decode()
 
 
 def stage(

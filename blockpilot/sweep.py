@@ -9,6 +9,7 @@ run id again finishes what is missing and repeats nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ from blockpilot.records.schema import PLAIN, Settings, failed_row, ok_row, row_k
 from blockpilot.records.store import Store, missing_prompts, read_records, shard, write_parquet
 from blockpilot.reporting.tables import render as render_table
 from blockpilot.reporting.tables import sweep_table
-from blockpilot.runtime import IncompleteError, console, stage, world
+from blockpilot.runtime import IncompleteError, console, meet, stage, world
 from blockpilot.tracking import Tracker, tracked
 from blockpilot.verify.chain import verify_chain
 
@@ -89,9 +90,12 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
         log.info("%d of %d prompts to do, methods: %s", len(todo), len(prompts), ", ".join(methods))
         sweep.measure(todo, store, tracker)
     write_parquet(folder)
+    # A rank that leaves with an error ends the others, and the table is of all ranks' rows.
+    meet(f"{cfg.run_id}/measured")
     records = read_records(folder)
     if place.rank == 0:
         show(records)
+    meet(f"{cfg.run_id}/shown")
     sweep.raise_if_incomplete()
     return records
 
@@ -216,7 +220,7 @@ class Sweep:
         """IncompleteError when prompts failed or outputs differ beyond rounding."""
         if self.failed:
             raise IncompleteError(
-                f"{len(self.failed)} prompts failed ({', '.join(self.failed[:5])}); their rows "
+                f"failed prompts: {len(self.failed)} ({', '.join(self.failed[:5])}); their rows "
                 f"hold the error, the same run_id tries them again"
             )
         if self.unequal:
@@ -226,12 +230,17 @@ class Sweep:
             )
 
     def _warm_up(self, prompts: list[Prompt]) -> None:
-        """Every method once, not stored: first calls pay for allocation and kernel choice."""
-        for prompt in prompts[:1]:
-            turn = self._turn(prompt, [])
-            if turn.problem is None:
-                for method in self.methods.values():
-                    decode(self.target, method, turn.ids, turn.sampler, _WARM_UP_TOKENS)
+        """Every method once, not stored: first calls pay for allocation and kernel choice.
+
+        On the first prompt that can run; an error is told when the prompt's own turn comes.
+        """
+        for prompt in prompts:
+            with contextlib.suppress(UserError, RuntimeError):
+                turn = self._turn(prompt, [])
+                if turn.problem is None:
+                    for method in self.methods.values():
+                        decode(self.target, method, turn.ids, turn.sampler, _WARM_UP_TOKENS)
+                    return
 
     def _turn(self, prompt: Prompt, answers: list[str]) -> _Turn:
         """The conversation up to the next user message, rendered."""
@@ -257,12 +266,13 @@ class Sweep:
         problem: str | None = None
         for number in range(len(prompt.turns)):
             settings = {name: self.settings(prompt, number, name) for name in self.methods}
-            turn = self._turn(prompt, answers) if problem is None else None
-            if turn is None or turn.problem is not None:
-                problem = problem or (turn.problem if turn else None) or "an earlier turn failed"
-                yield from (skipped_row(each, problem) for each in settings.values())
-                continue
             try:
+                if problem is None:
+                    turn = self._turn(prompt, answers)
+                    problem = turn.problem
+                if problem is not None:
+                    yield from (skipped_row(each, problem) for each in settings.values())
+                    continue
                 traces = self._decode_all(prompt, number, turn)
                 parted = self._divergences(prompt, turn, traces)
             except (UserError, RuntimeError) as error:
@@ -271,6 +281,7 @@ class Sweep:
                 problem = "an earlier turn failed"
                 yield from (failed_row(each, error) for each in settings.values())
                 continue
+            self._keep_prefill(settings[PLAIN], traces[PLAIN])
             for name, trace in traces.items():
                 row = ok_row(settings[name], trace, n_prompt_tokens=len(turn.ids))
                 if where := parted.get(name):
@@ -294,11 +305,12 @@ class Sweep:
                 self.cfg.decoding.max_new_tokens,
                 keep_prefill=name == PLAIN,
             )
-        trace = traces[PLAIN]
+        return traces
+
+    def _keep_prefill(self, settings: Settings, trace: Trace) -> None:
         if trace.prefill_logits is not None and trace.prefill_hidden is not None:
             prefill = Prefill(trace.prefill_logits, trace.prefill_hidden)
-            save_prefill(self.folder, self.settings(prompt, number, PLAIN), prefill)
-        return traces
+            save_prefill(self.folder, settings, prefill)
 
     def _divergences(
         self, prompt: Prompt, turn: _Turn, traces: dict[str, Trace]
