@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
+import pytest
+import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from blockpilot.config import DistillConfig, GenerateConfig, StageConfig, SweepConfig, typed
@@ -49,10 +52,15 @@ def composed(stage: str, *overrides: str) -> Any:
 
 
 def performed(run: Callable[[Any], Result], stage: str, *overrides: str) -> Result:
-    """Run a stage's work as its `main` would."""
+    """Run a stage's work as its `main` would: seeded, with the threads that it asks for."""
     cfg: StageConfig = composed(stage, *overrides)
     seed_everything(cfg.seed)
-    return run(cfg)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cfg.threads or threads)
+    try:
+        return run(cfg)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def sweep_arguments(outputs: Path, prompts: Path, *more: str) -> list[str]:
@@ -127,3 +135,16 @@ def executed(arguments: Sequence[str], cwd: Path, text: str = "") -> tuple[int, 
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def entered(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *arguments: str) -> int:
+    """Exit status of a stage's `main` in this process, with these command-line arguments."""
+    monkeypatch.setattr(sys, "argv", ["stage", *arguments])
+    handlers = logging.getLogger().handlers[:]
+    GlobalHydra.instance().clear()
+    try:
+        with pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        logging.getLogger().handlers[:] = handlers
+    return int(left.value.code or 0)
