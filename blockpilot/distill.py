@@ -46,6 +46,7 @@ from blockpilot.training.responses import (
     open_folder,
     requests,
     self_written,
+    shard_file,
     write_responses,
 )
 from blockpilot.training.trainer import DrafterTrainer
@@ -157,7 +158,7 @@ def _answer(
     folder: Path,
     network: DFlashConfig,
 ) -> list[Path]:
-    """Folders of the target's responses to one split, one per prompt set."""
+    """Shards of the target's responses to one split; every prompt set has its folder."""
     settings = ResponseSettings(
         target=cfg.model.name,
         revision=cfg.model.revision,
@@ -169,7 +170,7 @@ def _answer(
         batch_size=cfg.responses.batch_size,
     )
     place = world()
-    folders = []
+    shards = []
     for name, group in _by_set(prompts, split).items():
         answers = folder / "responses" / split / name
         open_folder(answers, settings)
@@ -180,8 +181,8 @@ def _answer(
             if tokens:
                 pace = tokens / (time.monotonic() - begin)
                 log.info("%s %s: batch %d/%d, %.0f/s", split, name, index + 1, len(work), pace)
-        folders.append(answers)
-    return folders
+        shards += [shard_file(answers, index) for index in range(len(work))]
+    return shards
 
 
 def held_out_taus(

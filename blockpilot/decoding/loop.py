@@ -132,10 +132,12 @@ class _Run:
         verdict = self.method.verifier(self.target, self.cache, view, draft, self.sampler)
         self.clock.mark("verify")
         self.trace.committed.append(self.commit(verdict.tokens))
-        drafter.observe(verdict)
-        policy.observe(verdict)
         position = view.position + len(verdict.tokens)
         self.clock.mark("other")
+        drafter.observe(verdict)
+        self.clock.mark("draft")
+        policy.observe(verdict)
+        self.clock.mark("policy")
         return View(view.prompt_ids, verdict.anchor, position, verdict.features, view.prefill)
 
     def commit(self, tokens: list[int]) -> int:

@@ -63,7 +63,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, verdict: Verdict) -> None:
-        """What became of the draft."""
+        """What a cycle committed, whether or not it asked for a draft."""
         ...
 
 

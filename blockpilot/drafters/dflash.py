@@ -49,7 +49,7 @@ class DFlashDrafter:
         self.feature_layers: tuple[int, ...] = ()
         self.network: DFlashNetwork | None = None
         self._cycles = self._tokens = 0
-        self._warned = False
+        self._drafted = self._warned = False
 
     def bind(self, target: TargetModel) -> None:
         """Load the network and check that it belongs to this target.
@@ -68,8 +68,9 @@ class DFlashDrafter:
         self._mask_embedding = target.embed(mask)  # [1, D]
 
     def start(self, view: View, capacity: int) -> None:
-        """Room for the keys and values of `capacity` positions; the prompt's come with `draft`."""
+        """Room for the keys and values of `capacity` positions, filled with the prompt's."""
         assert self.network is not None
+        assert view.new_features is not None
         shape = self.network.config.layers
         slab = (shape.num_key_value_heads, capacity, shape.head_dim)
         like = self._mask_embedding
@@ -78,19 +79,26 @@ class DFlashDrafter:
         places = torch.arange(capacity, device=like.device)
         self._cos, self._sin = self.network.rope(places, like.dtype)
         self._length = 0
+        self._extend_context(view.new_features)
 
     def draft(self, view: View, n_slots: int) -> Draft:
         """Propose `n_slots - 1` tokens; the block needs no rollback, the next one overwrites it."""
-        assert self.network is not None
-        assert view.new_features is not None
-        self._extend_context(view.new_features)
         masks = self._mask_embedding.expand(n_slots - 1, -1)
         hidden = self._block(torch.cat([self._target.embed(view.anchor), masks]))  # [B, D]
         logits = self._target.head(hidden[1:])  # [B - 1, V]
+        self._drafted = True
         return Draft(logits.argmax(dim=-1), logits)
 
     def observe(self, verdict: Verdict) -> None:
-        """Warn once when acceptance says that this drafter belongs to another target."""
+        """Take in the committed positions, also of a cycle that asked for no draft.
+
+        Warns once when acceptance says that this drafter belongs to another target.
+        """
+        assert verdict.features is not None
+        self._extend_context(verdict.features)
+        if not self._drafted:
+            return
+        self._drafted = False
         self._cycles += 1
         self._tokens += len(verdict.tokens)
         if self._cycles >= 256 and not self._warned and self._tokens < _WEAK_TAU * self._cycles:

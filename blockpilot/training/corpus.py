@@ -26,15 +26,14 @@ class Example:
 
 
 class Corpus:
-    """All shards of some folders, in the order of their names."""
+    """The conversations of some shards, in their order."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(self, shards: Sequence[Path]) -> None:
         self._rows: list[tuple[str, list[int], int, Path, int]] = []
-        for folder in folders:
-            for file in sorted(folder.glob("shard-*.parquet")):
-                self._read(file)
+        for file in shards:
+            self._read(file)
         if not self._rows:
-            raise UserError(f"no responses in {', '.join(map(str, folders)) or 'no folder'}")
+            raise UserError("no response has two tokens or more: nothing to train or measure on")
         self._handles: dict[Path, Any] = {}
 
     def _read(self, file: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
@@ -173,9 +174,21 @@ class DrafterTrainer:
                 )
             if self.step % settings.evaluate_every == 0 or self.step == settings.steps:
                 self.save()
-                taus = replayed_taus(self.network, self.target, validation)
+                taus = self._held_out(validation)
                 tracker.log({f"tau/{name}": tau for name, tau in taus.items()}, step=self.step)
                 log.info("step %d  held-out tau %s", self.step, _told(taus))
+
+    def _held_out(self, validation: Corpus) -> dict[str, float]:
+        """Macro tau per prompt set; every rank walks its share of the conversations."""
+        places = range(
+            self.accelerator.process_index, len(validation), self.accelerator.num_processes
+        )
+        mine = [replayed_tau(self.network, self.target, validation[i]) for i in places]
+        pairs = [(validation[i].prompt_set, tau) for i, tau in zip(places, mine, strict=True)]
+        per_set: dict[str, list[float]] = {}
+        for name, tau in gather_object(pairs):
+            per_set.setdefault(name, []).append(tau)
+        return {name: sum(taus) / len(taus) for name, taus in sorted(per_set.items())}
 
     def _batches(self) -> Iterator[list[int]]:
         """Sequences of this rank for every step from `self.step` on."""
@@ -261,32 +274,26 @@ def features_of(target: Target, example: Example, layer_ids: tuple[int, ...]) ->
 
 
 @torch.no_grad()
-def replayed_taus(network: DFlashNetwork, target: Target, corpus: Corpus) -> dict[str, float]:
-    """Macro tau at the trained block size per prompt set, by a walk over drafts from all anchors.
+def replayed_tau(network: DFlashNetwork, target: Target, example: Example) -> float:
+    """Tau at the trained block size of one conversation, by a walk over drafts from all anchors.
 
     A draft is accepted while it equals the stored response, so the walk visits the cycles that
     decoding would have had, up to arithmetic.
     """
-    per_set: dict[str, list[float]] = {}
-    block_size, layer_ids = network.config.block_size, network.config.target_layer_ids
-    network.eval()
-    for index in range(len(corpus)):
-        example = corpus[index]
-        ids = example.ids.to(target.device)
-        anchors = torch.arange(example.prompt_length, len(ids) - 1, device=ids.device)
-        labels, known = slot_labels(ids, anchors, block_size)
-        features = features_of(target, example, layer_ids)
-        with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-            hidden = network(features, blocks_of(target, network, ids, anchors), anchors)
-            predicted = target.head(hidden[:, 1:].to(target.dtype)).argmax(dim=-1)
-        advance = (accepted_lengths(predicted, labels, known) + 1).tolist()
-        place = cycles = 0
-        while place < len(advance):
-            place += advance[place]
-            cycles += 1
-        per_set.setdefault(example.prompt_set, []).append(len(advance) / cycles)
-    network.train()
-    return {name: sum(taus) / len(taus) for name, taus in sorted(per_set.items())}
+    config = network.config
+    ids = example.ids.to(target.device)
+    anchors = torch.arange(example.prompt_length, len(ids) - 1, device=ids.device)
+    labels, known = slot_labels(ids, anchors, config.block_size)
+    features = features_of(target, example, config.target_layer_ids)
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+        hidden = network(features, blocks_of(target, network, ids, anchors), anchors)
+        predicted = target.head(hidden[:, 1:].to(target.dtype)).argmax(dim=-1)
+    advance = (accepted_lengths(predicted, labels, known) + 1).tolist()
+    place = cycles = 0
+    while place < len(advance):
+        place += advance[place]
+        cycles += 1
+    return len(advance) / cycles
 
 
 def _told(taus: dict[str, float]) -> str:
