@@ -151,7 +151,9 @@ def load_network(checkpoint: str, target: TargetModel) -> DFlashNetwork:
         return random_network(target)
     folder = _folder(checkpoint)
     try:
-        raw = json.loads((folder / "config.json").read_text())
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError("config.json is not a JSON object")
         weights: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             weights |= load_file(file)

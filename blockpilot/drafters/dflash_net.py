@@ -29,6 +29,7 @@ _SHAPE_KEYS = (
     "num_attention_heads",
     "num_key_value_heads",
 )
+_NUMBERS = (*_SHAPE_KEYS, "vocab_size", "num_target_layers", "block_size", "mask_token_id")
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,8 @@ class DFlashConfig:
         """
         nested = raw.get("dflash_config") or raw.get("draft_config") or {}
         own = {**raw, **nested}
-        for key in (*_SHAPE_KEYS, "block_size", "mask_token_id", "target_layer_ids"):
-            if own.get(key) is None:
-                raise UserError(f"drafter {where}: config.json lacks the key {key}")
-        ids = tuple(own["target_layer_ids"])
-        depth = own.get("num_target_layers")
-        if depth is None:
-            raise UserError(f"drafter {where}: config.json lacks the key num_target_layers")
+        _check_values(own, where)
+        ids, depth = tuple(own["target_layer_ids"]), own["num_target_layers"]
         if not ids or any(b <= a for a, b in itertools.pairwise(ids)):
             raise UserError(f"drafter {where}: target_layer_ids={list(ids)} must be increasing")
         if ids[0] < 0 or ids[-1] >= depth:
@@ -90,6 +86,26 @@ class DFlashConfig:
                 "target_layer_ids": list(self.target_layer_ids),
             },
         }
+
+
+def _check_values(own: Mapping[str, Any], where: str) -> None:
+    """Every key is there and of its type, and the layers are of the kind built here (UserError)."""
+    rope = own.get("rope_parameters") or {}
+    own = {**own, "rope_theta": own.get("rope_theta") or rope.get("rope_theta")}
+    for key in (*_NUMBERS, "target_layer_ids", "rope_theta"):
+        if own.get(key) is None:
+            raise UserError(f"drafter {where}: config.json lacks the key {key}")
+    for key in _NUMBERS:
+        if not isinstance(own[key], int):
+            raise UserError(f"drafter {where}: {key}={own[key]} must be an integer")
+    ids = own["target_layer_ids"]
+    if not isinstance(ids, list | tuple) or not all(isinstance(i, int) for i in ids):
+        raise UserError(f"drafter {where}: target_layer_ids={ids} must be a list of integers")
+    for key, built in (("hidden_act", "silu"), ("layer_types", "full_attention")):
+        found = own.get(key) or built
+        for value in [found] if isinstance(found, str) else found:
+            if value != built:
+                raise UserError(f"drafter {where}: {key}={value}, only {built} is supported")
 
 
 def default_layer_ids(num_target_layers: int, n: int) -> tuple[int, ...]:
