@@ -128,13 +128,13 @@ def executed(arguments: Sequence[str], cwd: Path, text: str = "") -> tuple[int, 
         arguments,
         cwd=cwd,
         env=environment(),
-        input=text,
+        input=text.encode(),
         capture_output=True,
-        text=True,
         timeout=240,
         check=False,
     )
-    return done.returncode, done.stdout, done.stderr
+    # Not text=True, which turns the carriage returns of random text into line breaks.
+    return done.returncode, done.stdout.decode(), done.stderr.decode(errors="replace")
 
 
 def entered(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *arguments: str) -> int:
