@@ -9,9 +9,12 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from omegaconf import OmegaConf
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor, nn
@@ -34,6 +37,9 @@ from blockpilot.paths import cache_dir
 from blockpilot.runtime import pick_device, pick_dtype
 
 log = logging.getLogger(__name__)
+
+# What transformers raises when a model's files are missing or broken.
+_UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 
 class Target:
@@ -104,7 +110,8 @@ def load_target(cfg: StageConfig) -> Target:
     model, device = cfg.model, pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, model.dtype)
     if cfg.weights == "random":
-        return _random_target(model.architecture, device, dtype, cfg.attention, cfg.seed)
+        values = cast("dict[str, Any]", OmegaConf.to_container(model.architecture))
+        return _random_target(values, device, dtype, cfg.attention, cfg.seed)
     source = _local_gguf(model) if model.gguf else model.repo
     where: dict[str, Any] = {} if isinstance(source, Path) else {"revision": model.revision}
     try:
@@ -112,13 +119,16 @@ def load_target(cfg: StageConfig) -> Target:
             source, dtype=dtype, attn_implementation=cfg.attention, **where
         )
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except _UNREADABLE as error:
         raise UserError(
-            f"model {model.name}: cannot load {source} ({first_line}); give model.repo a local "
-            "folder, or make the hub reachable or HF_HOME a filled cache"
+            f"model {model.name}: cannot load {source} ({_first_line(error)}); give model.repo a "
+            "local folder, or make the hub reachable or HF_HOME a filled cache"
         ) from error
     return Target(network.to(device), tokenizer)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _random_target(
@@ -129,7 +139,11 @@ def _random_target(
     seed: int,
 ) -> Target:
     values = dict(architecture)
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    try:
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+    except (StrictDataclassError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"model.architecture describes no model: {reason}") from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = AutoModelForCausalLM.from_config(
@@ -178,19 +192,12 @@ def _local_gguf(model: ModelConfig) -> Path:
 
 
 def _convert_gguf(file: Path, done: Path) -> None:
-    log.info("converting %s to safetensors, once", file.name)
-    network = AutoModelForCausalLM.from_pretrained(
-        file.parent,
-        gguf_file=file.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    network.config.quantization_config = None
     try:
         done.parent.mkdir(parents=True, exist_ok=True)
+        # Before the slow part, so that a cache that cannot be written is told at once.
         scratch = Path(tempfile.mkdtemp(dir=done.parent, prefix=".converting-"))
         try:
+            network, tokenizer = _read_gguf(file)
             network.save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
             scratch.rename(done)
@@ -199,5 +206,24 @@ def _convert_gguf(file: Path, done: Path) -> None:
                 raise
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"cannot write the converted model to {done}: {error.strerror}") from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"cannot write the converted model to {done} ({_first_line(error)})"
+        ) from error
+
+
+def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Dense float32 weights and the tokenizer of a GGUF file."""
+    log.info("converting %s to safetensors, once", file.name)
+    try:
+        network = AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception as error:  # the reader checks little, a broken file fails anywhere in it
+        raise UserError(f"cannot read the GGUF file {file} ({_first_line(error)})") from error
+    network.config.quantization_config = None
+    return network, tokenizer
