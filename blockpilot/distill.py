@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 from accelerate import PartialState
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -30,7 +32,7 @@ from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.prompts.base import DISTILL, VALIDATION, Prompt, PromptSet
+from blockpilot.prompts.base import DISTILL, SPLITS, VALIDATION, Prompt, PromptSet
 from blockpilot.prompts.load import load_prompts
 from blockpilot.prompts.local import LocalSet
 from blockpilot.provenance import facts
@@ -62,6 +64,8 @@ def run(cfg: DistillConfig) -> Path:
     folder = Path(cfg.paths.outputs) / "distill" / cfg.run_id
     make_folder(folder)
     target = load_target(cfg)
+    if target.dtype == torch.float64:
+        raise UserError("dtype=float64: training computes in bfloat16; use float32 or bfloat16")
     processes = PartialState(cpu=target.device.type == "cpu")
     network_config = drafter_config(cfg, target)
     prompts = _prompts(cfg, target, folder, processes)
@@ -119,6 +123,11 @@ def _prompts(
             f"prompts.split={cfg.prompts.split}: distill learns from the distill split and "
             "measures on validation; leave it null"
         )
+    if cfg.decoding.top_k or cfg.decoding.top_p < 1:
+        raise UserError(
+            f"decoding.top_k={cfg.decoding.top_k}, decoding.top_p={cfg.decoding.top_p}: responses "
+            "are the target's unfiltered ones; set them to 0 and 1"
+        )
     sets: dict[str, PromptSet] = instantiate(cfg.prompts.sets, _convert_="all")
     if cfg.responses.self_written:
         file = folder / f"{SELF_WRITTEN}.jsonl"
@@ -130,7 +139,16 @@ def _prompts(
             replace_file(file, lambda stream: stream.write(lines.encode()))
         processes.wait_for_everyone()
         sets[SELF_WRITTEN] = LocalSet(name=SELF_WRITTEN, held_out=False, path=file)
-    return load_prompts(sets, limit=cfg.prompts.limit, path=cfg.prompts.path, split=None)
+    prompts = load_prompts(sets, limit=cfg.prompts.limit, path=cfg.prompts.path, split=None)
+    sizes = Counter(prompt.split for prompt in prompts)
+    for split in (DISTILL, VALIDATION):
+        if not sizes[split]:
+            there = ", ".join(f"{name} {sizes[name]}" for name in SPLITS)
+            raise UserError(
+                f"no prompt falls into split {split} (there are: {there}); give more prompts, or "
+                "sets that are not held out for test"
+            )
+    return prompts
 
 
 def _chosen(cfg: DistillConfig, target: Target, prompts: Sequence[Prompt]) -> list[Request]:

@@ -9,7 +9,6 @@ Letters: R prompts of a batch, P padded prompt length, T generated length, F fea
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -29,7 +28,8 @@ from blockpilot.decoding.target import Target
 from blockpilot.errors import UserError
 from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.render import render
-from blockpilot.records.files import make_folder, replace_file
+from blockpilot.records.files import replace_file
+from blockpilot.training.settings import keep_settings
 
 log = logging.getLogger(__name__)
 
@@ -91,19 +91,7 @@ def batches(ready: Sequence[Request], batch_size: int) -> list[list[Request]]:
 
 def open_folder(folder: Path, settings: ResponseSettings) -> None:
     """Create the folder or check that it was made with the same settings."""
-    file = folder / "settings.json"
-    wanted = json.dumps(asdict(settings), indent=1)
-    if not file.exists():
-        make_folder(folder)
-        replace_file(file, lambda stream: stream.write(wanted.encode()))
-        return
-    found = json.loads(file.read_text())
-    for key, value in json.loads(wanted).items():
-        if found.get(key) != value:
-            raise UserError(
-                f"responses in {folder} were made with {key}={found.get(key)}, this run has "
-                f"{value}; choose another run_id or paths.outputs"
-            )
+    keep_settings(folder / "settings.json", asdict(settings), what="responses")
 
 
 def shard_file(folder: Path, index: int) -> Path:
@@ -232,8 +220,10 @@ def self_written(target: Target, n_prompts: int, batch_size: int, seed: int) -> 
     """User messages that the target writes itself: an empty user turn continued at T = 1.
 
     At least `n_prompts` are tried in whole batches; what does not end its turn, is empty or
-    repeats is dropped.
+    repeats is dropped. Raises UserError for a target without a chat template: it has no turns.
     """
+    if target.tokenizer.chat_template is None:
+        raise UserError("responses.self_written: the target has no chat template; set it to 0")
     marker = "\u241e"
     message = [{"role": "user", "content": marker}]
     text = str(target.tokenizer.apply_chat_template(message, tokenize=False))

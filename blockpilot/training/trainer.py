@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from blockpilot.training.blocks import (
     slot_labels,
 )
 from blockpilot.training.corpus import Corpus, Example
+from blockpilot.training.settings import keep_settings
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ _FINAL_NORM = 0.2
 """First weight of the final norm: at 1 the fresh states meet the target's LM head at a scale where
 the loss begins at several times ln V (39 against 14 on SmolLM2) and much of a short run is spent
 on shrinking it."""
+
+_SHAPING = [f.name for f in fields(TrainingConfig) if not f.name.endswith("_every")]
+"""Settings that the weights depend on; how often to log and to evaluate is none."""
 
 
 @dataclass(frozen=True)
@@ -126,15 +130,36 @@ class DrafterTrainer:
         self.seconds = 0.0  # of all runs that this training took
 
     def resume(self) -> None:
-        """Continue from the checkpoint of this folder, if there is one."""
+        """Continue from the checkpoint of this folder, if there is one.
+
+        Raises UserError when it was made with other settings, naming the first that differs.
+        """
+        file = self.checkpoint.with_name("training.json")
+        leads = self.accelerator.is_main_process
         if not self.checkpoint.exists():
+            if leads:
+                file.unlink(missing_ok=True)
+                keep_settings(file, self._made_with(), what="a checkpoint")
             return
+        if leads or file.exists():
+            keep_settings(file, self._made_with(), what="a checkpoint")
         state = torch.load(self.checkpoint, weights_only=True, map_location=self.target.device)
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.step, self.seconds = state["step"], state["seconds"]
         log.info("continuing at step %d", self.step)
+
+    def _made_with(self) -> dict[str, Any]:
+        """What the weights of any later step depend on."""
+        return {
+            **{name: getattr(self.settings, name) for name in _SHAPING},
+            "seed": self.seed,
+            "processes": self.accelerator.num_processes,
+            "responses": len(self.corpus),
+            "response_tokens": self.corpus.response_tokens,
+            "drafter": self.network.config.published(),
+        }
 
     def save(self) -> None:
         """Write the checkpoint, atomically; one rank writes."""
