@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from decoding_kit import KINDS, VOCAB, tiny_target
+from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -20,6 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from blockpilot.config import DecodingConfig, typed
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import (
     KeyedLogitsProcessor,
@@ -342,6 +344,13 @@ def test_f9_top_k_of_one_is_greedy() -> None:
 def test_f9_bad_values_are_refused_by_name(setting: str, value: float) -> None:
     with pytest.raises(UserError, match=rf"decoding\.{setting}=.*allowed are"):
         KeyedSampler(**{setting: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["min_p", "typical_p", "repetition_penalty"])
+def test_f9_a_filter_that_is_not_supported_is_refused_by_name(name: str) -> None:
+    known = {"max_new_tokens": 8, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    with pytest.raises(UserError, match=rf"unknown key {name}.*top_k, top_p"):
+        typed(OmegaConf.create(known | {name: 0.5}), DecodingConfig)
 
 
 # --- batched generation ------------------------------------------------------------------------
