@@ -15,7 +15,7 @@ ROWS = {
     1: "prompts",
     2: "decoding.__init__ decoding.types decoding.protocols decoding.sampling decoding.cache "
     "decoding.cost decoding.features",
-    3: "decoding.timing decoding.target decoding.loop decoding.replay",
+    3: "decoding.timing decoding.target decoding.loop decoding.replay decoding.divergence",
     4: "records",
     5: "labels",
     6: "training",
