@@ -179,8 +179,11 @@ def load_network(checkpoint: str, target: TargetModel) -> DFlashNetwork:
 
 def _digest(network: DFlashNetwork) -> str:
     """Twelve hex digits that change with the weights."""
-    sums = [(k, float(v.double().sum())) for k, v in network.state_dict().items()]
-    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:12]
+    digest = hashlib.sha256()
+    for key, tensor in sorted(network.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:12]
 
 
 def _folder(checkpoint: str) -> Path:
