@@ -27,7 +27,7 @@ from blockpilot.config import DistillConfig
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target, load_target
-from blockpilot.drafters.dflash import DFlashDrafter, new_config, save_network
+from blockpilot.drafters.dflash import DFlashDrafter, check_fits, new_config, save_network
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
@@ -106,13 +106,15 @@ def drafter_config(cfg: DistillConfig, target: Target) -> DFlashConfig:
                 f"new_drafter.mask_token_id: {cfg.model.name} has no embedding row past its "
                 f"tokenizer's {mask} entries; name a token that never occurs in text"
             )
-    return new_config(
+    config = new_config(
         target,
         n_layers=cfg.new_drafter.n_layers,
         n_target_layers=cfg.new_drafter.n_target_layers,
         block_size=cfg.new_drafter.block_size,
         mask_token_id=mask,
     )
+    check_fits(config, target, cfg.new_drafter.name)
+    return config
 
 
 def _prompts(
