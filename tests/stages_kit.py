@@ -148,3 +148,36 @@ def entered(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *argument
     finally:
         logging.getLogger().handlers[:] = handlers
     return int(left.value.code or 0)
+
+
+def distill_arguments(outputs: Path, prompts: Path, *more: str) -> list[str]:
+    """Overrides of a tiny float32 distillation: one layer, block size 4, learnt by heart."""
+    return [
+        *TINY,
+        "dtype=float32",
+        "tracker=none",
+        "run_id=run",
+        "decoding.max_new_tokens=12",
+        "responses.batch_size=3",
+        "responses.validation=2",
+        "new_drafter.name=drafter",
+        "new_drafter.n_layers=1",
+        "new_drafter.n_target_layers=1",
+        "new_drafter.block_size=4",
+        "training.steps=6",
+        "training.sequences_per_step=2",
+        "training.anchors_per_sequence=8",
+        "training.learning_rate=3e-2",
+        "training.log_every=1",
+        "training.evaluate_every=2",
+        "prompts=local",
+        f"prompts.path={prompts}",
+        f"paths.outputs={outputs}",
+        *more,
+    ]
+
+
+def distill_prompts(folder: Path, n_distill: int = 7, n_validation: int = 3) -> Path:
+    """A file of prompts that fall into the two splits which the stage reads."""
+    texts = [*texts_of("distill", n_distill), *texts_of("validation", n_validation)]
+    return write_prompts(folder / "prompts.jsonl", texts)

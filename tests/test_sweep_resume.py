@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import subprocess
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +30,7 @@ from blockpilot import sweep
 from blockpilot.prompts.base import Prompt
 from blockpilot.records.schema import TIMES
 from blockpilot.records.store import read_records
+from blockpilot.runtime import meet
 
 PROMPTS = [*(f"number {number}" for number in range(11)), ["first", "second"]]
 
@@ -234,3 +236,20 @@ def test_f24_every_job_of_a_multirun_has_a_run_folder_of_its_own(
         records = pd.read_parquet(folder / "records.parquet")
         assert set(records["block_size"]) == sizes
         assert set(records["run_id"]) == {f"run-{job}"}
+
+
+def test_f27_ranks_wait_for_each_other_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the table lacks rows, and a rank that leaves with an error ends the others."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    rank(monkeypatch, 0, 2)
+    meet("somewhere")  # no torchrun, no waiting
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    first = threading.Thread(target=meet, args=("run/measured",))
+    first.start()
+    first.join(0.3)
+    assert first.is_alive()
+    meet("run/measured")
+    first.join(30)
+    assert not first.is_alive()

@@ -1,0 +1,209 @@
+"""Responses of the target: what the decode loop would say, with features, shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoding_kit import KINDS, tiny_target, with_stops
+from stages_kit import distill_arguments, distill_prompts, performed
+
+from blockpilot import distill
+from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.sampling import KeyedSampler
+from blockpilot.decoding.target import Target
+from blockpilot.drafters.none import NoDrafter
+from blockpilot.policies.fixed import FixedPolicy
+from blockpilot.prompts.base import DISTILL, Prompt
+from blockpilot.training import responses
+from blockpilot.training.corpus import Corpus, Example
+from blockpilot.training.responses import (
+    Request,
+    ResponseSettings,
+    batches,
+    requests,
+    respond,
+    self_written,
+    shard_file,
+    write_responses,
+)
+from blockpilot.training.trainer import features_of
+from blockpilot.verify.chain import verify_chain
+
+LAYERS = (1, 2)
+BUDGET = 16
+
+
+def asked(lengths: Sequence[int]) -> list[Request]:
+    """Prompts of chosen lengths with ids of their own."""
+    made = []
+    for number, length in enumerate(lengths):
+        ids = [(7 * number + 3 * place) % 50 + 5 for place in range(length)]
+        made.append(Request(Prompt(f"s/{number}", "s", (f"text {number}",), DISTILL), ids))
+    return made
+
+
+def settings(temperature: float, layers: tuple[int, ...] = LAYERS) -> ResponseSettings:
+    return ResponseSettings("t", None, "float64", temperature, 3, BUDGET, layers, 8)
+
+
+def decoded(target: Target, request: Request, temperature: float) -> list[int]:
+    """Plain decoding by the loop."""
+    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify_chain)
+    method.bind(target)
+    sampler = KeyedSampler(temperature=temperature, seed=3, prompt_hashes=[request.prompt.hash])
+    return decode(target, method, request.ids, sampler, BUDGET).tokens
+
+
+def stopping(kind: str) -> Target:
+    """A target with enough stop ids for answers of several lengths."""
+    return with_stops(tiny_target(kind), *range(0, 61, 9))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_response_is_what_the_decode_loop_gives(kind: str, temperature: float) -> None:
+    """Whatever the padding beside it, and also behind a sliding window."""
+    target = stopping(kind)
+    batch = asked([1, 3, 9, 9, 14, 30])
+    answers, _ = respond(target, batch, settings(temperature))
+    assert answers == [decoded(target, request, temperature) for request in batch]
+    lengths = {len(answer) for answer in answers}
+    assert len(lengths) > 1, "no answer ended before the budget"
+    assert all(
+        (answer[-1] in target.stop_ids) == (len(answer) < BUDGET) or len(answer) == BUDGET
+        for answer in answers
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_are_those_of_one_direct_forward_over_all_but_the_last_token(kind: str) -> None:
+    target = stopping(kind)
+    batch = asked([2, 5, 11])
+    answers, features = respond(target, batch, settings(1.0))
+    assert features is not None
+    for request, answer, found in zip(batch, answers, features, strict=True):
+        ids = torch.tensor([*request.ids, *answer])
+        with torch.no_grad():
+            output = target.model(ids[None, :-1], output_hidden_states=True)
+        wanted = torch.cat([output.hidden_states[layer + 1][0] for layer in LAYERS], dim=-1)
+        torch.testing.assert_close(found, wanted)
+        example = Example("s", ids, len(request.ids), None)
+        torch.testing.assert_close(features_of(target, example, LAYERS), wanted)
+
+
+def test_a_corpus_gives_back_what_the_shards_hold(tmp_path: Path) -> None:
+    target = with_stops(tiny_target(), *range(0, 61, 4))
+    shards = [asked([4, 6, 2, 9]), asked([3, 3, 8, 5, 7])]
+    stored = []
+    for index, batch in enumerate(shards):
+        answers, features = respond(target, batch, settings(1.0))
+        assert features is not None
+        written = write_responses(target, batch, tmp_path, index, settings(1.0))
+        assert written == sum(map(len, answers))
+        assert write_responses(target, batch, tmp_path, index, settings(1.0)) == 0
+        stored += list(zip(batch, answers, features, strict=True))
+    corpus = Corpus([shard_file(tmp_path, index) for index in range(2)])
+    assert any(len(answer) == 1 for _, answer, _ in stored), "an answer that is no example"
+    kept = [each for each in stored if len(each[1]) > 1]
+    assert len(corpus) == len(kept) < len(stored)
+    for index, (request, answer, features) in enumerate(kept):
+        example = corpus[index]
+        assert example.ids.tolist() == [*request.ids, *answer]
+        assert example.prompt_length == len(request.ids)
+        assert example.features is not None
+        assert torch.equal(example.features, features)
+    said = [answer for _, answer, _ in kept]
+    assert corpus.response_tokens == sum(map(len, said))
+    assert corpus.counts() == {"s": (len(kept), corpus.response_tokens)}
+    assert corpus.response_vocabulary(61).tolist() == sorted({t for a in said for t in a})
+
+
+def test_without_stored_features_a_corpus_has_none(tmp_path: Path) -> None:
+    write_responses(stopping("llama"), asked([4, 6]), tmp_path, 0, settings(0.0, layers=()))
+    assert [file.suffix for file in tmp_path.iterdir()] == [".parquet"]
+    assert Corpus([shard_file(tmp_path, 0)])[0].features is None
+
+
+def test_any_prefix_of_the_requests_is_the_same_and_batches_lose_none() -> None:
+    prompts = [Prompt(f"s/{n}", "s", (f"text {'x' * n}",), DISTILL) for n in range(50)]
+    target = tiny_target()
+    few = requests(target, prompts, None, 20)
+    assert few == requests(target, prompts[::-1], None, None)[:20]
+    for ready in (few, few[:7]):
+        made = batches(ready, 3)
+        assert [len(batch) for batch in made[:-1]] == [3] * (len(made) - 1)
+        assert sorted(r.prompt.id for b in made for r in b) == sorted(r.prompt.id for r in ready)
+
+
+def test_f30_interrupted_answers_continue_with_the_next_missing_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "whole", tmp_path / "parts"]
+    for folder in folders:
+        folder.mkdir()
+    given = [
+        distill_arguments(folder, distill_prompts(folder), "training.steps=0") for folder in folders
+    ]
+    real, answered, room = responses.respond, [], [99]
+
+    def limited(target: Target, batch: Sequence[Request], *rest: Any) -> Any:
+        if room[0] == 0:
+            raise KeyboardInterrupt
+        room[0] -= 1
+        answered.append(len(batch))
+        return real(target, batch, *rest)
+
+    monkeypatch.setattr(responses, "respond", limited)
+    performed(distill.run, "distill", *given[0])
+    assert answered == [3, 3, 1, 2]
+    for _ in range(3):  # each try answers one batch more
+        room[0] = 1
+        with pytest.raises(KeyboardInterrupt):
+            performed(distill.run, "distill", *given[1])
+    room[0] = 99
+    performed(distill.run, "distill", *given[1])
+    assert answered == [3, 3, 1, 2] * 2, "no batch was answered twice"
+    files = [
+        {
+            file.relative_to(folder): file.read_bytes()
+            for file in (folder / "distill/run/responses").rglob("*")
+            if file.is_file()
+        }
+        for folder in folders
+    ]
+    assert files[0] == files[1]
+    assert len(files[0]) == 2 * 4 + 2
+
+
+def chatting() -> Target:
+    """A target with turns that end soon."""
+    target = Target(tiny_target(padded_rows=239).model, tiny_target().tokenizer)
+    target.stop_ids = frozenset(range(0, 300, 8))
+    target.tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    )
+    return target
+
+
+def test_prompts_that_the_target_writes_itself_continue_an_empty_user_turn() -> None:
+    target = chatting()
+    try:
+        written = self_written(target, 12, 4, seed=0)
+        assert written == self_written(target, 12, 6, seed=0), "they do not depend on the batch"
+        assert written != self_written(target, 12, 4, seed=1)
+        assert len(set(written)) == len(written) > 4
+        assert all(text.strip() == text != "" for text in written)
+        head = target.tokenizer("<user>", add_special_tokens=False)["input_ids"]
+        sampler = KeyedSampler(temperature=1.0, seed=0, prompt_hashes=["self-written/0"])
+        method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify_chain)
+        method.bind(target)
+        tokens = decode(target, method, head, sampler, 64).tokens
+        assert tokens[-1] in target.stop_ids
+        text = target.tokenizer.decode(tokens[:-1], skip_special_tokens=True)
+        assert text.strip() in written
+    finally:
+        target.tokenizer.chat_template = None
