@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging as transformers_logging
 
 from blockpilot.config import ModelConfig, StageConfig
 from blockpilot.decoding.cache import SlabCache
@@ -107,6 +108,7 @@ def load_target(cfg: StageConfig) -> Target:
     With `weights=random` it is built from `model.architecture`, offline, with a byte tokenizer.
     Raises UserError when the model cannot be found, read or reached.
     """
+    transformers_logging.disable_progress_bar()  # one per load hides what the stage says
     model, device = cfg.model, pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, model.dtype)
     if cfg.weights == "random":
