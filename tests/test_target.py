@@ -361,7 +361,7 @@ def test_capture_gives_the_outputs_of_the_layers_asked_for(
 
 
 def test_capturing_again_forgets_the_layers_before() -> None:
-    target = tiny_target()
+    target = tiny_target(seed=91)  # a model that no other test hangs hooks on
     ids = torch.tensor(PROMPT)
     counts = []
     for layers in ((0, 1, 2), (2,), (), (1,)):
