@@ -127,13 +127,18 @@ def show(records: pd.DataFrame) -> None:
     """Print the table of a sweep."""
     Console().print(render_table(sweep_table(records), "sweep"))
     parted = records[records["divergence_margin"].notna()]
-    for _, row in parted.iterrows():
+    if not parted.empty:
+        margins = parted["divergence_margin"]
+        widest: dict[str, Any] = parted.to_dict("records")[int(margins.to_numpy().argmax())]  # type: ignore[assignment]
         log.info(
-            "%s, %s parts from plain decoding at new token %d, margin %.2g",
-            row["prompt_id"],
-            row["method"],
-            row["divergence_at"],
-            row["divergence_margin"],
+            "%d outputs part from plain decoding, by a median margin of %.2g; the widest, %.2g, is "
+            "%s with %s at new token %d (columns divergence_at, divergence_margin)",
+            len(parted),
+            margins.median(),
+            margins.max(),
+            widest["prompt_id"],
+            widest["method"],
+            widest["divergence_at"],
         )
 
 
