@@ -67,8 +67,19 @@ def watched(pair: Pair) -> Iterator[Stopwatch]:
     watch, target = Stopwatch(pair.target.device), pair.target
     head = target.model.get_output_embeddings()
     plain_head, plain_forward, plain_call = head.forward, target.forward, KeyedSampler.__call__
-    head.forward = watch.timed("LM heads", plain_head)
-    target.forward = watch.timed("forward", plain_forward)  # type: ignore[method-assign]
+    in_target, in_draft = (watch.timed(part, plain_head) for part in ("target head", "draft head"))
+    timed_forward, inside = watch.timed("forward", plain_forward), False
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        inside = True
+        try:
+            return timed_forward(*args, **kwargs)
+        finally:
+            inside = False
+
+    head.forward = lambda *args: (in_target if inside else in_draft)(*args)
+    target.forward = forward  # type: ignore[method-assign]
     KeyedSampler.__call__ = watch.timed("sampling", plain_call)  # type: ignore[method-assign]
     try:
         yield watch
@@ -91,14 +102,10 @@ def measure(pair: Pair, method: Method, ids: list[int]) -> tuple[Trace, dict[str
 
         trace = decode(pair.target, method, ids, sampler, N_TOKENS, emit=emit)
         spent = {k: v - at_prefill.get(k, 0.0) for k, v in watch.spent.items()}
-    # The LM head runs once per cycle inside the target's forward and once inside the draft.
-    heads = spent.get("LM heads", 0.0)
-    drafting = method.drafter.name != NoDrafter.name
-    head_in_target = heads / 2 if drafting else heads
     parts = {
-        "target forward": spent["forward"] - head_in_target,
-        "drafter forward": trace.draft_s - (heads - head_in_target) if drafting else 0.0,
-        "LM heads": heads,
+        "target forward": spent["forward"] - spent["target head"],
+        "drafter forward": trace.draft_s - spent.get("draft head", 0.0),
+        "LM heads": spent["target head"] + spent.get("draft head", 0.0),
         "sampling": spent["sampling"],
         "cycle": trace.decode_s,
     }

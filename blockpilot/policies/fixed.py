@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from blockpilot.config import BLOCK_MODES
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
-
-BLOCK_MODES = ("draft", "verify")
 
 
 def block_plan(block_size: int, block_mode: str, trained_block_size: int | None) -> Plan:

@@ -9,7 +9,6 @@ Letters: R prompts of a batch, P padded prompt length, T generated length, F fea
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -30,8 +29,6 @@ from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.render import render
 from blockpilot.records.files import replace_file
 from blockpilot.training.settings import keep_settings
-
-log = logging.getLogger(__name__)
 
 SCHEMA = pa.schema(
     [
