@@ -29,6 +29,7 @@ ATTENTION = ("sdpa", "eager")
 BLOCK_MODES = ("draft", "verify")
 WEIGHTS = ("pretrained", "random")
 SLOT_WEIGHTS = ("decay", "dpace")
+COMPILERS = ("inductor", "aot_eager", "eager")  # backends of torch.compile
 
 
 @dataclass
@@ -128,6 +129,7 @@ class NewDrafterConfig:
 class TrainingConfig:
     """Optimisation of a drafter."""
 
+    init: str | None  # drafter whose weights training continues from; null: random ones
     steps: int
     sequences_per_step: int  # per process
     anchors_per_sequence: int
@@ -138,6 +140,7 @@ class TrainingConfig:
     slot_weights: str
     gamma: float  # of slot_weights=decay
     sampled_negatives: int | None  # null: the loss sees the whole vocabulary
+    compile: str | None  # backend of torch.compile; null: no compilation
     log_every: int
     evaluate_every: int
 
@@ -219,6 +222,7 @@ RULES = (
     at_least("training.sequences_per_step", 1),
     at_least("training.anchors_per_sequence", 1),
     one_of("training.slot_weights", SLOT_WEIGHTS),
+    one_of("training.compile", COMPILERS),
     matches("paths.outputs", r".*\S.*", "a folder"),
     matches("run_id", r"\w[\w.-]*", "letters, digits, '-', '_' and '.'"),
 )

@@ -27,7 +27,13 @@ from blockpilot.config import DistillConfig
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target, load_target
-from blockpilot.drafters.dflash import DFlashDrafter, check_fits, new_config, save_network
+from blockpilot.drafters.dflash import (
+    DFlashDrafter,
+    check_fits,
+    load_network,
+    new_config,
+    save_network,
+)
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
@@ -58,6 +64,11 @@ log = logging.getLogger("blockpilot.distill")  # __name__ is __main__ under pyth
 
 SELF_WRITTEN = "self-written"
 
+_FINAL_NORM = 0.2
+"""First weight of a new network's final norm: at 1 the fresh states meet the target's LM head at a
+scale where the loss begins at several times ln V (39 against 14 on SmolLM2) and much of a short run
+is spent on shrinking it."""
+
 
 def run(cfg: DistillConfig) -> Path:
     """Answer the prompts, train the drafter, measure it; the folder of the finished drafter."""
@@ -74,8 +85,15 @@ def run(cfg: DistillConfig) -> Path:
     processes.wait_for_everyone()
     corpus, validation = Corpus(learnt), Corpus(held_out)
     log.info("%d responses, %d tokens", len(corpus), corpus.response_tokens)
-    network = DFlashNetwork(network_config).to(target.device)
-    trainer = DrafterTrainer(network, target, corpus, cfg.training, seed=cfg.seed, folder=folder)
+    network = first_network(cfg, target, network_config).to(target.device)
+    made_by = {
+        **facts(target.device),
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "processes": processes.num_processes,
+    }
+    trainer = DrafterTrainer(
+        network, target, corpus, cfg.training, seed=cfg.seed, folder=folder, made_by=made_by
+    )
     trainer.resume()
     tracker = instantiate(cfg.tracker, _convert_="all")
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -88,8 +106,7 @@ def run(cfg: DistillConfig) -> Path:
             save_network(network, finished)
             taus = held_out_taus(cfg, target, finished, prompts)
             tracker.summarise({f"tau/{name}": tau for name, tau in taus.items()})
-            made_by = {**facts(target.device), "target_dtype": str(target.dtype)}
-            card = model_card(cfg, corpus, taus, trainer.seconds, made_by)
+            card = model_card(cfg, corpus, taus, trainer.seconds, trainer.made_by)
             replace_file(finished / "README.md", lambda stream: stream.write(card.encode()))
             log.info("drafter in %s, held-out macro tau %s", finished, taus)
     processes.wait_for_everyone()
@@ -115,6 +132,23 @@ def drafter_config(cfg: DistillConfig, target: Target) -> DFlashConfig:
     )
     check_fits(config, target, cfg.new_drafter.name)
     return config
+
+
+def first_network(cfg: DistillConfig, target: Target, config: DFlashConfig) -> DFlashNetwork:
+    """The network before its first step: random, or of the drafter that training continues from."""
+    init = cfg.training.init
+    if init is None:
+        network = DFlashNetwork(config)
+        torch.nn.init.constant_(network.norm.weight, _FINAL_NORM)
+        return network
+    network = load_network(init, target)
+    theirs, wanted = network.config.published(), config.published()
+    for key, value in wanted.items():
+        if theirs[key] != value:
+            raise UserError(
+                f"training.init={init}: {key}={theirs[key]}, new_drafter asks for {value}"
+            )
+    return network
 
 
 def _prompts(

@@ -249,6 +249,29 @@ def test_f30_changed_settings_are_refused_by_name(through: Path, change: str, to
     assert "\n" not in str(caught.value)
 
 
+def test_training_goes_on_from_the_weights_of_another_drafter(
+    through: Path, tmp_path: Path
+) -> None:
+    first = through / "distill/run/drafter"
+    given = distill_arguments(tmp_path, distill_prompts(tmp_path), f"training.init={first}")
+    unchanged = performed(distill.run, "distill", *given, "training.steps=0", "run_id=none")
+    name = "model.safetensors"
+    assert (unchanged / name).read_bytes() == (first / name).read_bytes()
+    trained = performed(distill.run, "distill", *given)
+    assert (trained / name).read_bytes() != (first / name).read_bytes()
+    with pytest.raises(UserError, match=r"training.init=.*: num_hidden_layers=1, .* asks for 2"):
+        performed(distill.run, "distill", *given, "new_drafter.n_layers=2", "run_id=other")
+
+
+def test_a_compiled_training_makes_the_same_drafter(through: Path, tmp_path: Path) -> None:
+    """By the backend that only traces: inductor fuses, so its bits may differ."""
+    given = distill_arguments(tmp_path, distill_prompts(tmp_path), "training.compile=eager")
+    compiled = performed(distill.run, "distill", *given)
+    eager = through / "distill/run/drafter"
+    first, second = (load_file(folder / "model.safetensors") for folder in (eager, compiled))
+    assert same(first, second)
+
+
 def test_how_often_to_log_may_change(through: Path) -> None:
     arguments = distill_arguments(through, through / "prompts.jsonl")
     performed(distill.run, "distill", *arguments, "training.log_every=3")
@@ -265,6 +288,7 @@ def test_how_often_to_log_may_change(through: Path) -> None:
         ("new_drafter.n_target_layers=2", "a target of 4 layers has room for 1..1"),
         ("new_drafter.block_size=1", "new_drafter.block_size=1: must be a number >= 2"),
         ("training.slot_weights=x", "training.slot_weights=x: must be decay, dpace"),
+        ("training.compile=x", "training.compile=x: must be inductor, aot_eager, eager"),
         ("responses.self_written=4", "responses.self_written: the target has no chat template"),
         ("prompts.path=few.jsonl", "no prompt falls into split validation (there are: distill 2,"),
         ("model.architecture.vocab_size=259", "no embedding row past its tokenizer's 259 entries"),

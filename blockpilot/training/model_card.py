@@ -30,7 +30,8 @@ def model_card(
             for key in ("new_drafter", "responses", "decoding", "training")
         }
     )
-    place = provenance["gpu"] or f"{provenance['cpu']}, {provenance['threads']} threads a process"
+    threads = f"{provenance['threads']} threads" if provenance["threads"] > 1 else "one thread"
+    place = provenance["gpu"] or f"{provenance['cpu']} ({threads} a process)"
     return f"""# {cfg.new_drafter.name}
 
 DFlash drafter (arXiv 2602.06036) of {cfg.model.repo}, in the form of the published drafters:
@@ -46,7 +47,8 @@ The target's own answers, prompt by prompt, to prompts of the split `distill`:
 
 ## Recipe
 
-{cfg.training.steps} optimizer steps in {seconds / 60:.0f} minutes on {place}; seed {cfg.seed};
+{cfg.training.steps} optimizer steps from {cfg.training.init or "random weights"}, in
+{seconds / 60:.0f} minutes of {provenance["processes"]} process(es) on {place}; seed {cfg.seed};
 version {provenance["version"]}, commit {provenance["git_commit"]}.
 
 ```

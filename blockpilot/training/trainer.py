@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import get_cosine_schedule_with_warmup
 
 from blockpilot.config import TrainingConfig
 from blockpilot.decoding.target import Target
@@ -37,14 +36,10 @@ from blockpilot.training.blocks import (
     slot_labels,
 )
 from blockpilot.training.corpus import Corpus, Example
+from blockpilot.training.optimizer import DrafterOptimizer
 from blockpilot.training.settings import keep_settings
 
 log = logging.getLogger(__name__)
-
-_FINAL_NORM = 0.2
-"""First weight of the final norm: at 1 the fresh states meet the target's LM head at a scale where
-the loss begins at several times ln V (39 against 14 on SmolLM2) and much of a short run is spent
-on shrinking it."""
 
 _SHAPING = [f.name for f in fields(TrainingConfig) if not f.name.endswith("_every")]
 """Settings that the weights depend on; how often to log and to evaluate is none."""
@@ -102,27 +97,25 @@ class DrafterTrainer:
         *,
         seed: int,
         folder: Path,
+        made_by: dict[str, Any],
     ) -> None:
         self.target, self.corpus, self.settings, self.seed = target, corpus, settings, seed
+        self.made_by = made_by  # code and machine, from `provenance.facts`; the first run's
         self.checkpoint = folder / "checkpoint.pt"
         self.accelerator = Accelerator(
             cpu=target.device.type == "cpu",
             mixed_precision="bf16",
             gradient_accumulation_steps=settings.sequences_per_step,
         )
-        with torch.no_grad():
-            network.norm.weight.fill_(_FINAL_NORM)
         self.network = network
-        optimizer = torch.optim.AdamW(
-            network.parameters(),
-            lr=settings.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=settings.weight_decay,
-        )
-        self.model, self.optimizer = self.accelerator.prepare(network, optimizer)
-        self.schedule = get_cosine_schedule_with_warmup(
-            optimizer, round(settings.warmup * settings.steps), settings.steps
-        )
+        self.cross_entropy = candidate_cross_entropy
+        if settings.compile is not None:
+            network.compile(backend=settings.compile, dynamic=True)
+            self.cross_entropy = torch.compile(
+                candidate_cross_entropy, backend=settings.compile, dynamic=True
+            )
+        self.model = self.accelerator.prepare(network)
+        self.optimizer = DrafterOptimizer(network, settings)
         seen = corpus.response_vocabulary(target.embed_rows)
         head = target.model.get_output_embeddings().weight
         self.head = CandidateHead(head, seen, settings.sampled_negatives)
@@ -145,9 +138,8 @@ class DrafterTrainer:
             keep_settings(file, self._made_with(), what="a checkpoint")
         state = torch.load(self.checkpoint, weights_only=True, map_location=self.target.device)
         self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.optimizer.load(state["optimizer"])
+        self.step, self.seconds, self.made_by = state["step"], state["seconds"], state["made_by"]
         log.info("continuing at step %d", self.step)
 
     def _made_with(self) -> dict[str, Any]:
@@ -162,15 +154,16 @@ class DrafterTrainer:
         }
 
     def save(self) -> None:
-        """Write the checkpoint, atomically; one rank writes."""
+        """Write the checkpoint, atomically; every rank gives its part, one writes."""
+        optimizer = self.optimizer.state()
         if not self.accelerator.is_main_process:
             return
         state: dict[str, Any] = {
             "network": self.network.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
+            "optimizer": optimizer,
             "step": self.step,
             "seconds": self.seconds,
+            "made_by": self.made_by,
         }
         replace_file(self.checkpoint, lambda scratch: torch.save(state, scratch))
 
@@ -187,7 +180,7 @@ class DrafterTrainer:
                 pace = (time.monotonic() - begin) / (self.step - first)
                 loss = sum(losses) / len(losses)
                 losses.clear()
-                rate = self.schedule.get_last_lr()[0]
+                rate = self.optimizer.learning_rate
                 tracker.log({"train/loss": loss, "train/learning_rate": rate}, step=self.step)
                 log.info(
                     "step %d/%d  loss %.3f  %.2f s/step  %.0f min left",
@@ -242,11 +235,9 @@ class DrafterTrainer:
                 loss = self._loss(self.corpus[index], candidates, generator)
                 self.accelerator.backward(loss)
                 total += loss.item()
-                if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-        self.schedule.step()
+        self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self.model.zero_grad()
         return total / len(batch)
 
     def _loss(self, example: Example, candidates: Candidates, generator: torch.Generator) -> Tensor:
@@ -262,9 +253,12 @@ class DrafterTrainer:
             hidden = self.model(
                 features, blocks_of(self.target, self.network, ids, anchors), anchors
             )
-            logits = F.linear(hidden[:, 1:][known], candidates.weight)
-        logits = logits.float() + candidates.offset
-        cross_entropy = F.cross_entropy(logits, candidates.place[labels[known]], reduction="none")
+            cross_entropy = self.cross_entropy(
+                hidden[:, 1:][known],
+                candidates.weight,
+                candidates.offset,
+                candidates.place[labels[known]],
+            )
         weights = self._weights(cross_entropy, known)
         return (weights * cross_entropy).sum() / weights.sum()
 
@@ -276,6 +270,17 @@ class DrafterTrainer:
         probability = torch.zeros(known.shape, device=known.device)
         probability[known] = cross_entropy.detach().neg().exp()
         return dpace_weights(probability, known)[known]
+
+
+def candidate_cross_entropy(
+    hidden: Tensor,  # [n, D]
+    weight: Tensor,  # [K, D]
+    offset: Tensor,  # [K]
+    labels: Tensor,  # [n]
+) -> Tensor:
+    """Cross-entropy [n] in float32 of LM-head inputs over K candidate tokens."""
+    logits = F.linear(hidden, weight).float() + offset
+    return F.cross_entropy(logits, labels, reduction="none")
 
 
 def blocks_of(target: Target, network: DFlashNetwork, ids: Tensor, anchors: Tensor) -> Tensor:
@@ -311,7 +316,8 @@ def replayed_tau(network: DFlashNetwork, target: Target, example: Example) -> fl
     labels, known = slot_labels(ids, anchors, config.block_size)
     features = features_of(target, example, config.target_layer_ids)
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
-        hidden = network(features, blocks_of(target, network, ids, anchors), anchors)
+        # Not by a call: a compiled network would be compiled again for these shapes.
+        hidden = network.forward(features, blocks_of(target, network, ids, anchors), anchors)
         predicted = target.head(hidden[:, 1:].to(target.dtype)).argmax(dim=-1)
     advance = (accepted_lengths(predicted, labels, known) + 1).tolist()
     place = cycles = 0

@@ -1,0 +1,85 @@
+"""Muon for the matrices of a drafter, AdamW for the gains of its norms; the work split over ranks.
+
+Orthogonalizing the momentum of every matrix costs as much as a fifth of a step and each rank would
+do all of it, so each rank updates its share of the matrices and sends the result to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from transformers import get_cosine_schedule_with_warmup
+
+from blockpilot.config import TrainingConfig
+
+
+class DrafterOptimizer:
+    """Steps with a cosine schedule; one learning rate serves matrices and gains.
+
+    Muon (Jordan et al., 2024) is scaled to the root mean square of AdamW's update. Gradients must
+    be equal on all ranks, as data-parallel training leaves them.
+    """
+
+    def __init__(self, network: nn.Module, settings: TrainingConfig) -> None:
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        weights = list(network.parameters())
+        self._shares = shares([w for w in weights if w.ndim == 2], self._world)
+        rate = settings.learning_rate
+        # The gains come first: a rank may have no share of the matrices.
+        gains = [w for w in weights if w.ndim != 2]
+        self._parts: list[Any] = [torch.optim.AdamW(gains, lr=rate, betas=(0.9, 0.95))]
+        if mine := self._shares[self._rank]:
+            decay, scaling = settings.weight_decay, "match_rms_adamw"
+            muon = torch.optim.Muon(mine, lr=rate, weight_decay=decay, adjust_lr_fn=scaling)
+            self._parts.append(muon)
+        warmup = round(settings.warmup * settings.steps)
+        self._parts += [
+            get_cosine_schedule_with_warmup(part, warmup, settings.steps) for part in self._parts
+        ]
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the coming step."""
+        return float(self._parts[-1].get_last_lr()[0])
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update from the gradients, the same on every rank afterwards."""
+        for part in self._parts:
+            part.step()
+        if self._world > 1:
+            for owner, share in enumerate(self._shares):
+                for weight in share:
+                    dist.broadcast(weight, src=owner)
+
+    def state(self) -> list[Any]:
+        """States of all ranks, in their order; every rank has to ask."""
+        return list(gather_object([[part.state_dict() for part in self._parts]]))
+
+    def load(self, states: Sequence[Any]) -> None:
+        """Continue from what `state` gave to the same number of ranks."""
+        for part, state in zip(self._parts, states[self._rank], strict=True):
+            part.load_state_dict(state)
+
+
+def shares(matrices: Sequence[Tensor], n: int) -> list[list[Tensor]]:
+    """Divide matrices among n ranks: the largest first, each to the rank with the least work.
+
+    The work of orthogonalizing an a x b matrix, a <= b, grows as a^2 b.
+    """
+    done, given = [0] * n, [list[Tensor]() for _ in range(n)]
+    for matrix in sorted(matrices, key=_work, reverse=True):
+        rank = done.index(min(done))
+        done[rank] += _work(matrix)
+        given[rank].append(matrix)
+    return given
+
+
+def _work(matrix: Tensor) -> int:
+    return min(matrix.shape) ** 2 * max(matrix.shape)
