@@ -27,6 +27,7 @@ from blockpilot.errors import UserError
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTION = ("sdpa", "eager")
 BLOCK_MODES = ("draft", "verify")
+MODES = ("replay", "decode")
 WEIGHTS = ("pretrained", "random")
 SLOT_WEIGHTS = ("decay", "dpace")
 COMPILERS = ("inductor", "aot_eager", "eager")  # backends of torch.compile
@@ -91,9 +92,35 @@ class StageConfig:
 
 
 @dataclass
+class CostConfig(StageConfig):
+    """Schema of conf/cost.yaml."""
+
+    plan: bool
+    drafter: Any
+    sizes: list[int]
+    block_mode: str
+    contexts: list[int]
+    repeats: int
+
+
+@dataclass
+class ReplayConfig:
+    """How a replayed sweep goes about it."""
+
+    batch_size: int  # prompts answered together
+    memory_gb: float | None  # for the drafts of one chunk of anchors; null: an eighth of the free
+    marginals: bool  # keep rank and top candidates of every slot of the trained block
+    keep_features: bool  # keep the target features that the drafter read
+
+
+@dataclass
 class SweepConfig(StageConfig):
     """Schema of conf/sweep.yaml."""
 
+    plan: bool
+    mode: str
+    replay: ReplayConfig
+    cost: str | None  # file of a cost curve, for predicted times
     prompts: PromptsConfig
     drafter: Any
     tracker: Any
@@ -149,6 +176,7 @@ class TrainingConfig:
 class DistillConfig(StageConfig):
     """Schema of conf/distill.yaml."""
 
+    plan: bool
     prompts: PromptsConfig
     tracker: Any
     responses: ResponsesConfig
@@ -203,6 +231,11 @@ RULES = (
     at_least("radius", 0),
     Rule("sizes", lambda sizes: all(size >= 1 for size in sizes), "a list of sizes >= 1"),
     one_of("block_mode", BLOCK_MODES),
+    one_of("mode", MODES),
+    at_least("replay.batch_size", 1),
+    Rule("replay.memory_gb", lambda value: 0 < value < math.inf, "a number > 0"),
+    Rule("contexts", lambda lengths: min(lengths, default=0) >= 1, "a list of lengths >= 1"),
+    at_least("repeats", 1),
     at_least("prompts.limit", 1),
     Rule("seed", lambda value: 0 <= value < 2**32, "a whole number >= 0 and < 2**32"),
     at_least("threads", 1),
@@ -282,8 +315,8 @@ def explain(error: Exception) -> str:
 
 def _unknown_key(cause: OmegaConfBaseException) -> str:
     keys = sorted(str(key) for key in cause.parent_node or () if key != "hydra")
-    near = difflib.get_close_matches(str(cause.key), keys, n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    near = difflib.get_close_matches(str(cause.key), keys, n=2)
+    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
     parent, _, _ = str(cause.full_key).rpartition(".")
     place = f"keys of {parent}" if parent else "keys"
     return f"unknown key {cause.full_key}{hint}; {place}: {', '.join(keys) or 'none'}"

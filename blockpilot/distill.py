@@ -43,6 +43,7 @@ from blockpilot.prompts.load import load_prompts
 from blockpilot.prompts.local import LocalSet
 from blockpilot.provenance import facts
 from blockpilot.records.files import make_folder, replace_file
+from blockpilot.reporting.tables import show_plan
 from blockpilot.runtime import stage, world
 from blockpilot.tracking import tracked
 from blockpilot.training.corpus import Corpus
@@ -71,8 +72,14 @@ is spent on shrinking it."""
 
 
 def run(cfg: DistillConfig) -> Path:
-    """Answer the prompts, train the drafter, measure it; the folder of the finished drafter."""
+    """Answer the prompts, train the drafter, measure it; the folder of the finished drafter.
+
+    With `plan` nothing is loaded or made.
+    """
     folder = Path(cfg.paths.outputs) / "distill" / cfg.run_id
+    if cfg.plan:
+        show_plan(distill_plan(cfg))
+        return folder / cfg.new_drafter.name
     make_folder(folder)
     target = load_target(cfg)
     if target.dtype == torch.float64:
@@ -111,6 +118,33 @@ def run(cfg: DistillConfig) -> Path:
             log.info("drafter in %s, held-out macro tau %s", finished, taus)
     processes.wait_for_everyone()
     return finished
+
+
+def distill_plan(cfg: DistillConfig) -> dict[str, float | str]:
+    """What a distillation will take, by name; every answer is taken to use up its budget."""
+    sets: dict[str, PromptSet] = instantiate(cfg.prompts.sets, _convert_="all")
+    prompts = load_prompts(sets, limit=cfg.prompts.limit, path=cfg.prompts.path, split=None)
+    learnt = cfg.responses.self_written
+    for name, group in _by_set(prompts, DISTILL).items():
+        limit = cfg.responses.limit_of.get(name, cfg.responses.limit)
+        learnt += len(group[:limit])
+    measured = sum(
+        len(group[: cfg.responses.validation]) for group in _by_set(prompts, VALIDATION).values()
+    )
+    tokens = (learnt + measured) * cfg.decoding.max_new_tokens
+    training, width = cfg.training, cfg.model.architecture["hidden_size"]
+    blocks = training.steps * training.sequences_per_step * training.anchors_per_sequence
+    plan: dict[str, float | str] = {
+        "answers to learn from, at most": learnt,
+        "answers to measure on": measured,
+        "response tokens, at most": tokens,
+        "optimizer steps": training.steps,
+        "blocks per process, at most": blocks,
+    }
+    if cfg.responses.store_features:
+        stored = tokens * width * cfg.new_drafter.n_target_layers * 2
+        plan["GB of response features in 16 bits, at most"] = round(stored / 1e9, 2)
+    return plan
 
 
 def drafter_config(cfg: DistillConfig, target: Target) -> DFlashConfig:

@@ -1,159 +1,70 @@
-"""What a decoding cycle spends its time on, for plain decoding and a drafter, in one process.
+"""How fast the core is: parts of a cycle against the floor, peers, replay against decoding.
 
-    python scripts/bench.py                     # the local pair
-    python scripts/bench.py +model=qwen3-4b block_size=16 dtype=bfloat16
+    python scripts/bench.py                       # the local pair
+    python scripts/bench.py +model=qwen3-4b dtype=bfloat16
 
-Takes the options of `python -m blockpilot.generate`. Methods are interleaved per prompt; shown are
-medians over prompts with the middle half, so a disturbed prompt does not move them.
+Takes the options of `python -m blockpilot.generate`. Prints one table per part and writes all
+figures, with code and machine, into <paths.outputs>/bench/<run id>.json.
 """
 
 from __future__ import annotations
 
-import statistics
+import json
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 import torch
+from bench_cycle import bench_cycle
+from bench_peers import bench_peers
+from bench_replay import bench_replay
 from rich.console import Console
-from rich.table import Table
 
-from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.types import Trace
+from blockpilot.decoding.loop import Method
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.errors import UserError
-from blockpilot.generate import Pair, open_pair
+from blockpilot.generate import open_pair
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.bundled import BundledSet
 from blockpilot.prompts.render import render
+from blockpilot.provenance import facts
+from blockpilot.records.files import make_folder, replace_file
+from blockpilot.runtime import run_id
 from blockpilot.verify.chain import verify_chain
 
-N_PROMPTS, N_TOKENS = 8, 48
+N_PROMPTS, N_REPLAYED = 8, 16
 FORMATS = dict.fromkeys(("maths", "chat", "code"), "{turn}")
-PARTS = ("target forward", "drafter forward", "LM heads", "sampling", "rest", "cycle")
-
-
-class Stopwatch:
-    """Seconds spent inside wrapped calls; waits for the device around them on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.spent: defaultdict[str, float] = defaultdict(float)
-        self._device = device
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with its time added to `part`."""
-
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            begin = self._now()
-            result = call(*args, **kwargs)
-            self.spent[part] += self._now() - begin
-            return result
-
-        return wrapper
-
-
-@contextmanager
-def watched(pair: Pair) -> Iterator[Stopwatch]:
-    """Time the target's forwards, the LM head and the sampler while the block runs."""
-    watch, target = Stopwatch(pair.target.device), pair.target
-    head = target.model.get_output_embeddings()
-    plain_head, plain_forward, plain_call = head.forward, target.forward, KeyedSampler.__call__
-    in_target, in_draft = (watch.timed(part, plain_head) for part in ("target head", "draft head"))
-    timed_forward, inside = watch.timed("forward", plain_forward), False
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        inside = True
-        try:
-            return timed_forward(*args, **kwargs)
-        finally:
-            inside = False
-
-    head.forward = lambda *args: (in_target if inside else in_draft)(*args)
-    target.forward = forward  # type: ignore[method-assign]
-    KeyedSampler.__call__ = watch.timed("sampling", plain_call)  # type: ignore[method-assign]
-    try:
-        yield watch
-    finally:
-        head.forward = plain_head
-        del target.forward
-        KeyedSampler.__call__ = plain_call  # type: ignore[method-assign]
-
-
-def measure(pair: Pair, method: Method, ids: list[int]) -> tuple[Trace, dict[str, float]]:
-    """One decode; milliseconds per cycle by part, the prefill left out."""
-    cfg = pair.cfg.decoding
-    sampler = KeyedSampler(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
-    with watched(pair) as watch:
-        at_prefill: dict[str, float] = {}
-
-        def emit(tokens: list[int]) -> None:
-            if not at_prefill:  # the first call comes at the end of the prefill
-                at_prefill.update({"forward": 0.0, **watch.spent})
-
-        trace = decode(pair.target, method, ids, sampler, N_TOKENS, emit=emit)
-        spent = {k: v - at_prefill.get(k, 0.0) for k, v in watch.spent.items()}
-    parts = {
-        "target forward": spent["forward"] - spent["target head"],
-        "drafter forward": trace.draft_s - spent.get("draft head", 0.0),
-        "LM heads": spent["target head"] + spent.get("draft head", 0.0),
-        "sampling": spent["sampling"],
-        "cycle": trace.decode_s,
-    }
-    parts["rest"] = trace.decode_s - sum(parts[part] for part in PARTS[:4])
-    return trace, {k: 1000 * v / len(trace.committed) for k, v in parts.items()}
-
-
-def summary(values: list[float]) -> str:
-    """Median and the middle half."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.1f} ({low:.1f}-{high:.1f})"
 
 
 def main(overrides: list[str]) -> None:
-    """Measure and print."""
+    """Measure, print, write."""
     pair = open_pair(*overrides)
-    policy = FixedPolicy(block_size=1, block_mode="draft")
-    methods = {"plain": Method(NoDrafter(), policy, verify_chain), "drafter": pair.method}
-    methods["plain"].bind(pair.target)
-    prompts = BundledSet(name="bundled", held_out=False, formats=FORMATS).load()[:N_PROMPTS]
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
-    taus: dict[str, list[float]] = {name: [] for name in methods}
-    for number, prompt in enumerate([prompts[0], *prompts]):  # the first time warms up
-        message = [{"role": "user", "content": prompt.turns[0]}]
-        ids = render(pair.target.tokenizer, message, pair.cfg.model.thinking)
-        order = list(methods)[:: 1 if number % 2 else -1]
-        for name in order:
-            trace, parts = measure(pair, methods[name], ids)
-            if number and trace.committed:
-                tau = sum(trace.committed) / len(trace.committed)
-                rows[name].append({**parts, "ms per token": parts["cycle"] / tau})
-                taus[name].append(tau)
-    title = (
-        f"ms per cycle, median (middle half) of {len(rows['plain'])} prompts; "
-        f"{pair.cfg.model.name}, {pair.target.dtype}, {torch.get_num_threads()} threads"
+    plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify_chain)
+    plain.bind(pair.target)
+    methods = {"plain": plain, "drafter": pair.method}
+    questions = BundledSet(name="bundled", held_out=False, formats=FORMATS).load()
+    prompts = []
+    for question in questions[:N_REPLAYED]:
+        message = [{"role": "user", "content": question.turns[0]}]
+        prompts.append(render(pair.target.tokenizer, message, pair.cfg.model.thinking))
+    console, figures = Console(), {}
+    console.print(
+        f"{pair.cfg.model.name}, {pair.target.dtype}, {pair.target.device}, "
+        f"{torch.get_num_threads()} threads"
     )
-    table = Table("part", *methods, title=title)
-    for part in (*PARTS, "ms per token"):
-        table.add_row(part, *(summary([row[part] for row in rows[name]]) for name in methods))
-    table.add_row("tau", *(summary(taus[name]) for name in methods))
-    shares = [[row["rest"] / row["cycle"] for row in rows[name]] for name in methods]
-    table.add_row("rest / cycle", *(f"{statistics.median(share):.1%}" for share in shares))
-    ratios = [
-        a["ms per token"] / b["ms per token"]
-        for a, b in zip(rows["plain"], rows["drafter"], strict=True)
-    ]
-    table.add_row("speedup", "1", summary(ratios))
-    Console().print(table)
+    for section in (
+        bench_cycle(pair, methods, prompts[:N_PROMPTS]),
+        bench_peers(pair, methods, prompts[:N_PROMPTS]),
+        bench_replay(pair, plain, prompts),
+    ):
+        console.print(section.table)
+        figures[section.name] = section.figures
+    made_by = {**facts(pair.target.device), "dtype": str(pair.target.dtype)}
+    text = json.dumps({"model": pair.cfg.model.name, "made_by": made_by, **figures}, indent=1)
+    folder = Path(pair.cfg.paths.outputs) / "bench"
+    make_folder(folder)
+    file = folder / f"{run_id()}.json"
+    replace_file(file, lambda stream: stream.write(text.encode()))
+    console.print(f"figures in {file}")
 
 
 if __name__ == "__main__":

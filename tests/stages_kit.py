@@ -16,7 +16,14 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
-from blockpilot.config import DistillConfig, GenerateConfig, StageConfig, SweepConfig, typed
+from blockpilot.config import (
+    CostConfig,
+    DistillConfig,
+    GenerateConfig,
+    StageConfig,
+    SweepConfig,
+    typed,
+)
 from blockpilot.paths import conf_dir
 from blockpilot.prompts.base import UNASSIGNED, Prompt
 from blockpilot.prompts.splits import split_of_hash
@@ -40,7 +47,12 @@ TINY = [
     "model.architecture.tie_word_embeddings=false",
     "+model.architecture.initializer_range=0.25",
 ]
-SCHEMAS = {"sweep": SweepConfig, "generate": GenerateConfig, "distill": DistillConfig}
+SCHEMAS = {
+    "sweep": SweepConfig,
+    "generate": GenerateConfig,
+    "distill": DistillConfig,
+    "cost": CostConfig,
+}
 Result = TypeVar("Result")
 
 
@@ -64,13 +76,14 @@ def performed(run: Callable[[Any], Result], stage: str, *overrides: str) -> Resu
 
 
 def sweep_arguments(outputs: Path, prompts: Path, *more: str) -> list[str]:
-    """Overrides of a tiny float64 sweep over a file of prompts with a random drafter of size 16."""
+    """Overrides of a tiny decoded float64 sweep of a file of prompts; random drafter, size 16."""
     return [
         *TINY,
         "dtype=float64",
         "drafter.checkpoint=random",
         "tracker=none",
         "run_id=run",
+        "mode=decode",
         "radius=1",
         "decoding.max_new_tokens=6",
         "decoding.temperature=1",

@@ -10,8 +10,10 @@ import pytest
 import torch
 from decoding_kit import KINDS, tiny_target, with_stops
 from stages_kit import distill_arguments, distill_prompts, performed
+from torch import Tensor
 
 from blockpilot import distill
+from blockpilot.decoding.answers import answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
@@ -25,7 +27,6 @@ from blockpilot.training.responses import (
     ResponseSettings,
     batches,
     requests,
-    respond,
     self_written,
     shard_file,
     write_responses,
@@ -50,6 +51,18 @@ def settings(temperature: float, layers: tuple[int, ...] = LAYERS) -> ResponseSe
     return ResponseSettings("t", None, "float64", temperature, 3, BUDGET, layers, 8)
 
 
+def respond(
+    target: Target, batch: Sequence[Request], temperature: float
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Tokens and features of a batch's answers."""
+    hashes = [request.prompt.hash for request in batch]
+    sampler = KeyedSampler(temperature=temperature, seed=3, prompt_hashes=hashes)
+    answers = answer(target, [request.ids for request in batch], sampler, BUDGET, LAYERS)
+    for each in answers:
+        assert (each.stop_reason == "stop") == (each.tokens[-1] in target.stop_ids)
+    return [a.tokens for a in answers], [a.features for a in answers if a.features is not None]
+
+
 def decoded(target: Target, request: Request, temperature: float) -> list[int]:
     """Plain decoding by the loop."""
     method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify_chain)
@@ -69,24 +82,19 @@ def test_a_response_is_what_the_decode_loop_gives(kind: str, temperature: float)
     """Whatever the padding beside it, and also behind a sliding window."""
     target = stopping(kind)
     batch = asked([1, 3, 9, 9, 14, 30])
-    answers, _ = respond(target, batch, settings(temperature))
+    answers, _ = respond(target, batch, temperature)
     assert answers == [decoded(target, request, temperature) for request in batch]
-    lengths = {len(answer) for answer in answers}
+    lengths = {len(tokens) for tokens in answers}
     assert len(lengths) > 1, "no answer ended before the budget"
-    assert all(
-        (answer[-1] in target.stop_ids) == (len(answer) < BUDGET) or len(answer) == BUDGET
-        for answer in answers
-    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_are_those_of_one_direct_forward_over_all_but_the_last_token(kind: str) -> None:
     target = stopping(kind)
     batch = asked([2, 5, 11])
-    answers, features = respond(target, batch, settings(1.0))
-    assert features is not None
-    for request, answer, found in zip(batch, answers, features, strict=True):
-        ids = torch.tensor([*request.ids, *answer])
+    answers, features = respond(target, batch, 1.0)
+    for request, tokens, found in zip(batch, answers, features, strict=True):
+        ids = torch.tensor([*request.ids, *tokens])
         with torch.no_grad():
             output = target.model(ids[None, :-1], output_hidden_states=True)
         wanted = torch.cat([output.hidden_states[layer + 1][0] for layer in LAYERS], dim=-1)
@@ -100,23 +108,22 @@ def test_a_corpus_gives_back_what_the_shards_hold(tmp_path: Path) -> None:
     shards = [asked([4, 6, 2, 9]), asked([3, 3, 8, 5, 7])]
     stored = []
     for index, batch in enumerate(shards):
-        answers, features = respond(target, batch, settings(1.0))
-        assert features is not None
+        answers, features = respond(target, batch, 1.0)
         written = write_responses(target, batch, tmp_path, index, settings(1.0))
         assert written == sum(map(len, answers))
         assert write_responses(target, batch, tmp_path, index, settings(1.0)) == 0
         stored += list(zip(batch, answers, features, strict=True))
     corpus = Corpus([shard_file(tmp_path, index) for index in range(2)])
-    assert any(len(answer) == 1 for _, answer, _ in stored), "an answer that is no example"
+    assert any(len(tokens) == 1 for _, tokens, _ in stored), "an answer that is no example"
     kept = [each for each in stored if len(each[1]) > 1]
     assert len(corpus) == len(kept) < len(stored)
-    for index, (request, answer, features) in enumerate(kept):
+    for index, (request, tokens, found) in enumerate(kept):
         example = corpus[index]
-        assert example.ids.tolist() == [*request.ids, *answer]
+        assert example.ids.tolist() == [*request.ids, *tokens]
         assert example.prompt_length == len(request.ids)
         assert example.features is not None
-        assert torch.equal(example.features, features)
-    said = [answer for _, answer, _ in kept]
+        assert torch.equal(example.features, found)
+    said = [tokens for _, tokens, _ in kept]
     assert corpus.response_tokens == sum(map(len, said))
     assert corpus.counts() == {"s": (len(kept), corpus.response_tokens)}
     assert corpus.response_vocabulary(61).tolist() == sorted({t for a in said for t in a})
@@ -148,16 +155,16 @@ def test_f30_interrupted_answers_continue_with_the_next_missing_shard(
     given = [
         distill_arguments(folder, distill_prompts(folder), "training.steps=0") for folder in folders
     ]
-    real, answered, room = responses.respond, [], [99]
+    real, answered, room = responses.answer, [], [99]
 
-    def limited(target: Target, batch: Sequence[Request], *rest: Any) -> Any:
+    def limited(target: Target, batch: Sequence[list[int]], *rest: Any) -> Any:
         if room[0] == 0:
             raise KeyboardInterrupt
         room[0] -= 1
         answered.append(len(batch))
         return real(target, batch, *rest)
 
-    monkeypatch.setattr(responses, "respond", limited)
+    monkeypatch.setattr(responses, "answer", limited)
     performed(distill.run, "distill", *given[0])
     assert answered == [3, 3, 1, 2]
     for _ in range(3):  # each try answers one batch more

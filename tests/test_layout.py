@@ -15,9 +15,10 @@ ROWS = {
     1: "prompts",
     2: "decoding.__init__ decoding.types decoding.protocols decoding.sampling decoding.cache "
     "decoding.cost decoding.features",
-    3: "decoding.timing decoding.target decoding.loop decoding.replay decoding.divergence",
+    3: "decoding.timing decoding.target decoding.loop decoding.replay decoding.answers "
+    "decoding.divergence",
     4: "records",
-    5: "labels",
+    5: "labels sweeping",
     6: "training",
     7: "reporting",
     8: "sweep dataset train evaluate report distill cost generate pipeline",

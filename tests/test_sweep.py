@@ -20,6 +20,7 @@ from blockpilot.errors import UserError
 from blockpilot.records.prefill import read_prefill
 from blockpilot.records.schema import output_hash
 from blockpilot.reporting.tables import sweep_table
+from blockpilot.sweeping import decoded as sweeping
 
 SIZES = [1, 4, 15, 16, 17]
 # The first one cannot run, the last one is a conversation of two turns.
@@ -56,7 +57,7 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("sweep")
     calls: list[Call] = []
-    decode = sweep.decode
+    decode = sweeping.decode
 
     def spying(target: Any, method: Any, ids: Any, choose: Any, budget: int, **more: Any) -> Any:
         trace = decode(target, method, ids, choose, budget, **more)
@@ -66,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     file = write_prompts(folder / "prompts.jsonl", PROMPTS)
     arguments = sweep_arguments(folder, file, "sizes=[4,16,1]")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "decode", spying)
+        patch.setattr(sweeping, "decode", spying)
         records = performed(sweep.run, "sweep", *arguments)
     target = load_target(composed("sweep", *arguments))
     return Run(records, folder / "sweep" / "run", calls, target)

@@ -18,6 +18,7 @@ from blockpilot.errors import UserError
 from blockpilot.records.store import read_records
 from blockpilot.reporting.tables import sweep_table
 from blockpilot.runtime import IncompleteError
+from blockpilot.sweeping import decoded, rows
 
 PROMPTS = ["two and two", "why? ~", "tell me", "the end"]
 SICK = "local/p01"
@@ -35,7 +36,7 @@ def statuses(records: pd.DataFrame) -> dict[str, set[str]]:
 
 def decode_with(change: Callable[..., Any]) -> Callable[..., Any]:
     """`decode` for the sweep, where `change(ids, budget, trace)` looks at what comes out."""
-    decode = sweep.decode
+    decode = decoded.decode
 
     def changed(target: Any, method: Any, ids: Any, choose: Any, budget: int, **more: Any) -> Any:
         trace = decode(target, method, ids, choose, budget, **more)
@@ -52,7 +53,7 @@ def test_f27_a_prompt_that_fails_is_a_row_and_the_same_run_id_finishes_it(
         if len(ids) == len(PROMPTS[1]) and method.drafter.name == "dflash":
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(sweep, "decode", decode_with(fail))
+    monkeypatch.setattr(decoded, "decode", decode_with(fail))
     with pytest.raises(IncompleteError, match=r"failed prompts: 1 \(local/p01\).*same run_id"):
         performed(sweep.run, "sweep", *arguments)
     folder = tmp_path / "sweep" / "run"
@@ -95,14 +96,14 @@ def test_logits_that_are_not_finite_are_a_failed_row(
 def test_a_conversation_that_cannot_be_rendered_hides_no_other(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    render = sweep.render
+    render = rows.render
 
     def refusing(tokenizer: Any, messages: Any, thinking: Any) -> list[int]:
         if "two" in messages[-1]["content"]:
             raise UserError("the model's chat template refuses the messages")
         return render(tokenizer, messages, thinking)
 
-    monkeypatch.setattr(sweep, "render", refusing)
+    monkeypatch.setattr(rows, "render", refusing)
     with pytest.raises(IncompleteError, match=r"failed prompts: 1 \(local/p00\)"):
         performed(sweep.run, "sweep", *arguments)
     records = read_records(tmp_path / "sweep" / "run")
@@ -117,7 +118,7 @@ def test_f7_an_output_that_rounding_does_not_explain_is_reported(
         if method.drafter.name == "dflash" and len(ids) == len(PROMPTS[1]):
             trace.tokens[2] += 1
 
-    monkeypatch.setattr(sweep, "decode", decode_with(spoil))
+    monkeypatch.setattr(decoded, "decode", decode_with(spoil))
     with pytest.raises(IncompleteError, match=f"outputs differ .*: {SICK} with dflash16"):
         performed(sweep.run, "sweep", *arguments)
     records = read_records(tmp_path / "sweep" / "run")
@@ -172,7 +173,7 @@ def test_outputs_that_cannot_be_written_are_one_line(arguments: list[str], tmp_p
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        ("+modle=x", "unknown key modle (did you mean model?)"),
+        ("+modle=x", "unknown key modle (did you mean mode or model?)"),
         ("+model=nope", "Could not find 'model/nope'; Available options in 'model': llama3.1-8b, "),
         ("sizes=[0]", "sizes=[0]: must be a list of sizes >= 1"),
         ("sizes=[x]", "sizes[0]: Value 'x'"),
@@ -225,7 +226,7 @@ def test_a_failed_prompt_makes_the_exit_status_1(
         if len(ids) == len(PROMPTS[1]):
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(sweep, "decode", decode_with(fail))
+    monkeypatch.setattr(decoded, "decode", decode_with(fail))
     assert entered(monkeypatch, sweep.main, *arguments) == 1
     told = capsys.readouterr()
     assert f"error: failed prompts: 1 ({SICK})" in told.err

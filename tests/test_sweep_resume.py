@@ -31,6 +31,7 @@ from blockpilot.prompts.base import Prompt
 from blockpilot.records.schema import TIMES
 from blockpilot.records.store import read_records
 from blockpilot.runtime import meet
+from blockpilot.sweeping.decoded import DecodedSweep
 
 PROMPTS = [*(f"number {number}" for number in range(11)), ["first", "second"]]
 
@@ -89,7 +90,7 @@ class Watch:
     def __init__(self, patch: pytest.MonkeyPatch, stop_at: int | None, *, before: bool) -> None:
         self.measured: list[str] = []
         self.stored = 0
-        append, decode_rows = sweep.Store.append, sweep.Sweep._rows
+        append, decode_rows = sweep.Store.append, DecodedSweep._rows
 
         def appending(store: Any, given: Iterable[Any]) -> None:
             self.stored += 1
@@ -104,7 +105,7 @@ class Watch:
             return decode_rows(one, prompt)
 
         patch.setattr(sweep.Store, "append", appending)
-        patch.setattr(sweep.Sweep, "_rows", measuring)
+        patch.setattr(DecodedSweep, "_rows", measuring)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the rename", "after it"])

@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from decoding_kit import VOCAB, tiny_target
 
+from blockpilot.decoding.replay import slot_labels
 from blockpilot.drafters.dflash import new_config
 from blockpilot.drafters.dflash_net import DFlashNetwork
 from blockpilot.training.blocks import (
-    accepted_lengths,
     decay_weights,
     dpace_weights,
     sample_anchors,
-    slot_labels,
 )
 from blockpilot.training.trainer import CandidateHead
 
@@ -92,21 +91,6 @@ def test_dpace_is_the_gradient_of_the_expected_accepted_length() -> None:
     weights = dpace_weights(log_q.exp(), known_prefixes(lengths, 5), smoothing=0.0)
     torch.testing.assert_close(weights, gradient)
     assert not weights.requires_grad
-
-
-def test_the_expected_accepted_length_is_that_of_random_acceptance() -> None:
-    """What the test above differentiates is what `accepted_lengths` counts, on average."""
-    q = torch.tensor([0.9, 0.5, 0.7])
-    hits = torch.rand(200_000, 3, generator=generator(2)) < q
-    counted = accepted_lengths(hits.long(), torch.ones_like(hits).long(), torch.ones_like(hits))
-    assert float(counted.double().mean()) == pytest.approx(float(q.cumprod(0).sum()), abs=0.01)
-
-
-def test_accepted_lengths_by_hand() -> None:
-    labels = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 2]])
-    predicted = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 3], [1, 2, 2]])
-    known = known_prefixes([3, 3, 3, 2, 1], 3)
-    assert accepted_lengths(predicted, labels, known).tolist() == [3, 1, 0, 2, 1]
 
 
 def network_of(target_layers: int = 1) -> DFlashNetwork:

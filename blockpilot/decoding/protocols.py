@@ -40,6 +40,14 @@ class TargetModel(Protocol):
         ...
 
 
+class Proposals(Protocol):
+    """Drafts from many anchors of one known text, read slot by slot."""
+
+    def logits(self, rows: Tensor, slot: int) -> Tensor:
+        """Logits [n, V] of slot `slot` (0 is the first proposed) of the anchors `rows` [n]."""
+        ...
+
+
 class Drafter(Protocol):
     """Proposes tokens. One instance serves many prompts, one at a time."""
 
@@ -64,6 +72,16 @@ class Drafter(Protocol):
 
     def observe(self, verdict: Verdict) -> None:
         """What a cycle committed, whether or not it asked for a draft."""
+        ...
+
+    def replay(
+        self, ids: Tensor, features: Tensor | None, anchors: Tensor, n_slots: int
+    ) -> Proposals:
+        """Drafts of `n_slots` slots behind anchors [A] of the text `ids` [T].
+
+        `features` [T - 1, F] are the target's; a draft reads those before its anchor only. Asked of
+        replayable drafters, without `start`.
+        """
         ...
 
 

@@ -57,11 +57,11 @@ class Target:
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         self.embed_rows: int = self._embedding.weight.shape[0]
         self._tap: FeatureTap | None = None
-        self._head_input: Tensor | None = None
+        self.head_input: Tensor  # [R, n, D] of the last forward
         self._head.register_forward_pre_hook(self._keep_head_input)
 
     def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._head_input = args[0]
+        self.head_input = args[0]
 
     def capture(self, layer_ids: Sequence[int]) -> None:
         """From now on `forward` returns the concatenated outputs of these layers."""
@@ -90,15 +90,16 @@ class Target:
         """Append ids to the cache; logits of the last `n_logits` positions."""
         output = self.model(input_ids=ids[None], cache=cache, logits_to_keep=n_logits)
         features = None if self._tap is None else self._tap.take()[0]
-        assert self._head_input is not None
-        return Forward(output.logits[0], features, self._head_input[0])
+        return Forward(output.logits[0], features, self.head_input[0])
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that the generation config declares, else the tokenizer's end of sequence."""
+    """Ids that the generation config declares, else the tokenizer's end of sequence, else none."""
     declared = getattr(model.generation_config, "eos_token_id", None)
     if declared is None:
         declared = tokenizer.eos_token_id
+    if declared is None:
+        return []
     return declared if isinstance(declared, list) else [declared]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,16 @@ class DFlashDrafter:
                 self.checkpoint,
             )
 
+    def replay(
+        self, ids: Tensor, features: Tensor | None, anchors: Tensor, n_slots: int
+    ) -> BlockProposals:
+        """Blocks behind many anchors over one context, in one forward."""
+        assert self.network is not None
+        assert features is not None
+        masks = self._mask_embedding.expand(len(anchors), n_slots - 1, -1)
+        blocks = torch.cat([self._target.embed(ids[anchors])[:, None], masks], dim=1)
+        return BlockProposals(self.network(features, blocks, anchors)[:, 1:], self._target)
+
     def _extend_context(self, features: Tensor) -> None:
         """Append keys and values of positions whose target features [n, F] became known."""
         assert self.network is not None
@@ -140,6 +151,18 @@ class DFlashDrafter:
             )
             x = layer.finish(x, attended[0])
         return self.network.norm(x)
+
+
+@dataclass(frozen=True)
+class BlockProposals:
+    """Drafts of many blocks; the LM head runs where it is asked to."""
+
+    hidden: Tensor  # [A, B - 1, D]
+    target: TargetModel
+
+    def logits(self, rows: Tensor, slot: int) -> Tensor:
+        """Logits [n, V] of one slot of the anchors `rows` [n]."""
+        return self.target.head(self.hidden[rows, slot])
 
 
 def load_network(checkpoint: str, target: TargetModel) -> DFlashNetwork:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+from torch import Tensor
+
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
 
@@ -28,3 +32,9 @@ class NoDrafter:
 
     def observe(self, verdict: Verdict) -> None:
         """Keeps no state."""
+
+    def replay(
+        self, ids: Tensor, features: Tensor | None, anchors: Tensor, n_slots: int
+    ) -> NoReturn:
+        """Has no blocks to replay: its only plan is plain decoding, one token a cycle."""
+        raise AssertionError("plain decoding has no drafts")

@@ -42,17 +42,17 @@ class FixedPolicy:
         """Check the size against the drafter's trained one (UserError)."""
         if self.block_size is None:
             self.block_size = trained_block_size or 1
-        self._plan = block_plan(self.block_size, self.block_mode, trained_block_size)
-        self.widest = self._plan.drafted
+        self.fixed_plan = block_plan(self.block_size, self.block_mode, trained_block_size)
+        self.widest = self.fixed_plan.drafted
 
     def start(self, view: View) -> None:
         """Reads nothing of the prompt."""
 
     def plan(self, view: View) -> Plan:
-        return self._plan
+        return self.fixed_plan
 
     def next(self, draft: Draft, view: View) -> Draft:
-        return draft.cut(self._plan.verified - 1)
+        return draft.cut(self.fixed_plan.verified - 1)
 
     def observe(self, verdict: Verdict) -> None:
         """Learns nothing."""

@@ -21,6 +21,7 @@ from blockpilot.errors import UserError
 from blockpilot.records.files import make_folder, replace_file
 from blockpilot.records.schema import Settings, clean, group_key
 
+_FOLDER = "prefill"
 _NAME_LENGTH = 60  # file systems allow 255 bytes
 
 
@@ -38,7 +39,7 @@ def save_prefill(folder: Path, settings: Settings, prefill: Prefill) -> Path:
     Any method of the prompt gives the same path, so call it once per prompt and turn. Raises
     UserError when the system refuses the write.
     """
-    path = _path(folder, settings.prompt_id, settings.turn, group_key(settings))
+    path = tensor_file(folder / _FOLDER, settings.prompt_id, settings.turn, group_key(settings))
     make_folder(path.parent)
     metadata = {
         "prompt_id": settings.prompt_id,
@@ -61,7 +62,7 @@ def read_prefill(folder: Path, row: Mapping[str, Any]) -> Prefill:
 
     Raises UserError when there is no such file or it is broken.
     """
-    path = _path(folder, row["prompt_id"], int(row["turn"]), row["group_key"])
+    path = tensor_file(folder / _FOLDER, row["prompt_id"], int(row["turn"]), row["group_key"])
     try:
         tensors = load_file(path)
         return Prefill(logits=tensors["logits"], hidden=tensors["hidden"])
@@ -71,8 +72,9 @@ def read_prefill(folder: Path, row: Mapping[str, Any]) -> Prefill:
         raise UserError(f"{path} is broken: delete it and run the sweep again") from error
 
 
-def _path(folder: Path, prompt_id: str, turn: int, group: str) -> Path:
+def tensor_file(folder: Path, prompt_id: str, turn: int, group: str) -> Path:
+    """File of one prompt and turn in a folder of tensors; `group` is the rows' `group_key`."""
     # The hash keeps names apart that the slug maps to one.
     slug = re.sub(r"[^A-Za-z0-9._-]+", "_", clean(prompt_id)).strip("._")[:_NAME_LENGTH]
     digest = hashlib.sha256(f"{group}/{turn}".encode()).hexdigest()[:16]
-    return folder / "prefill" / f"{slug or 'prompt'}-t{turn}-{digest}.safetensors"
+    return folder / f"{slug or 'prompt'}-t{turn}-{digest}.safetensors"

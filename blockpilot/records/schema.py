@@ -17,7 +17,8 @@ Keys
 `output_sha256` is over the new token ids as little-endian int32. `divergence_at` is the first new
 token that is not plain decoding's and `divergence_margin` the gap of the two tokens' scores there;
 both are empty for equal outputs. `drafted` counts proposed tokens and `verified` target positions
-of each cycle. Replayed rows (mode `replay`) have no decode times.
+of each cycle. Rows of mode `replay` have no measured times; `predicted_decode_s` comes from a cost
+curve where one was given. Their output is one answer per prompt, the same for all methods.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PLAIN = "plain"  # the method that speedups and equality are measured against
 
 _INTS = pa.list_(pa.int32())
@@ -105,6 +106,7 @@ SCHEMA = pa.schema(
         _column("verify_s", pa.float64(), null=True),
         _column("policy_s", pa.float64(), null=True),
         _column("other_s", pa.float64(), null=True),
+        _column("predicted_decode_s", pa.float64(), null=True),
     ],
     metadata={"blockpilot_schema_version": str(SCHEMA_VERSION)},
 )
@@ -232,8 +234,8 @@ def ok_row(settings: Settings, trace: Outcome, *, n_prompt_tokens: int) -> dict[
     row["output_sha256"] = output_hash(trace.tokens)
     for name in ("committed", "drafted", "verified"):
         row[name] = [int(count) for count in getattr(trace, name)]
-    timed = TIMES if settings.mode == "decode" else ("prefill_s",)
-    row.update({name: float(getattr(trace, name)) for name in timed})
+    if settings.mode == "decode":
+        row.update({name: float(getattr(trace, name)) for name in TIMES})
     return row
 
 

@@ -143,13 +143,18 @@ def share_equal(pairs: pd.DataFrame) -> float:
 
 def speedup(pairs: pd.DataFrame, *, seed: int = 0) -> tuple[float, Interval]:
     """Ratio of mean TPOTs, plain decoding's over the method's, with its interval."""
-    theirs, ours = _paired_times(pairs, with_prefill=False)
+    theirs, ours = _paired_times(pairs, "decode_s")
     return float(_ratio(theirs, ours)), bootstrap(_ratio, theirs, ours, seed=seed)
 
 
 def end_to_end_speedup(pairs: pd.DataFrame) -> float:
     """The same ratio with the prefill inside: (prefill_s + decode_s) / n_new_tokens."""
-    return float(_ratio(*_paired_times(pairs, with_prefill=True)))
+    return float(_ratio(*_paired_times(pairs, "decode_s", with_prefill=True)))
+
+
+def predicted_speedup(pairs: pd.DataFrame) -> float:
+    """The ratio of TPOTs that a cost curve predicts for replayed rows; NaN without predictions."""
+    return float(_ratio(*_paired_times(pairs, "predicted_decode_s")))
 
 
 def bootstrap(
@@ -184,13 +189,15 @@ def _ratio(theirs: Floats, ours: Floats) -> Floats:
     return np.asarray(theirs.mean(axis=-1) / ours.mean(axis=-1))
 
 
-def _paired_times(pairs: pd.DataFrame, *, with_prefill: bool) -> tuple[Floats, Floats]:
+def _paired_times(
+    pairs: pd.DataFrame, column: str, *, with_prefill: bool = False
+) -> tuple[Floats, Floats]:
     """Seconds per token of each prompt, [P] of plain decoding and [P] of the method."""
-    timed = pairs[pairs["decode_s"].notna() & pairs["decode_s_plain"].notna()]
+    timed = pairs[pairs[column].notna() & pairs[f"{column}_plain"].notna()]
     first = 0 if with_prefill else 1
     parts = {}
     for suffix in ("", "_plain"):
-        seconds = timed[f"decode_s{suffix}"]
+        seconds = timed[f"{column}{suffix}"]
         if with_prefill:
             seconds = seconds + timed[f"prefill_s{suffix}"]
         parts[f"seconds{suffix}"] = seconds

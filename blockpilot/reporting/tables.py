@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +20,16 @@ from blockpilot.reporting import metrics
 ALL_SETS = "all"
 _LINE = ["method", "block_size", "block_mode"]
 _SHOWN_CHARACTERS = 100
+_DECODED = (
+    "n: prompts. 95%: bootstrap intervals over prompts. TPOT: median over prompts. speedup: ratio "
+    "of mean TPOTs, plain over method, same prompts and session; end to end counts the prefill. "
+    "equal plain: share of outputs that are plain decoding's, token for token."
+)
+_REPLAYED = (
+    "n: prompts. 95%: bootstrap intervals over prompts. Replayed: the cycles are those of decoding "
+    "the one stored answer of each prompt; nothing was timed. predicted speedup: cycle costs of "
+    "the curve given as cost=, plain over method."
+)
 
 
 def sweep_table(records: pd.DataFrame, *, by_set: bool = False) -> pd.DataFrame:
@@ -26,9 +37,10 @@ def sweep_table(records: pd.DataFrame, *, by_set: bool = False) -> pd.DataFrame:
 
     Columns: [set,] method, block_size, block_mode, prompts (decoded ones), micro_tau, macro_tau
     and its interval macro_tau_low/high, tpot_ms (median over prompts), speedup with
-    speedup_low/high and end_to_end_speedup (NaN without plain rows), equal_to_plain (share of
-    outputs), paired (prompts that speedup and equality rest on). `attrs["caption"]` says what the
-    reader must know: missing plain rows, skipped and failed prompts, rows without a cycle.
+    speedup_low/high and end_to_end_speedup (NaN without plain rows), predicted_speedup (of
+    replayed rows with a cost curve), equal_to_plain (share of decoded outputs), paired (prompts
+    that speedup and equality rest on). `attrs["caption"]` says what the reader must know: missing
+    plain rows, skipped and failed prompts, rows without a cycle.
 
     Raises UserError when there are no records or their settings must not be pooled.
     """
@@ -39,10 +51,9 @@ def sweep_table(records: pd.DataFrame, *, by_set: bool = False) -> pd.DataFrame:
             head = {"set": name} if by_set else {}
             lines.append(head | dict(zip(_LINE, key, strict=True)) | _line(chosen, key))
     table = pd.DataFrame(lines)
+    replayed = records["mode"].eq("replay").all()
     table.attrs["caption"] = [
-        "n: prompts. 95%: bootstrap intervals over prompts. TPOT: median over prompts. speedup: "
-        "ratio of mean TPOTs, plain over method, same prompts and session; end to end counts the "
-        "prefill. equal plain: share of outputs that are plain decoding's, token for token.",
+        _REPLAYED if replayed else _DECODED,
         *_warnings(records, table),
     ]
     return table
@@ -102,6 +113,12 @@ def render(table: pd.DataFrame, title: str | None = None) -> Table:
     """
     caption = list(table.attrs.get("caption", []))
     columns = [column for column in _COLUMNS if column.source in table.columns]
+    # A column that is empty throughout: times of a replay, predictions of a decoded sweep.
+    columns = [
+        column
+        for column in columns
+        if column.source not in _OPTIONAL or table[column.source].notna().any()
+    ]
     modes = table["block_mode"].unique()
     if len(modes) == 1:
         columns = [column for column in columns if column.source != "block_mode"]
@@ -115,6 +132,14 @@ def render(table: pd.DataFrame, title: str | None = None) -> Table:
     for _, line in table.iterrows():
         shown.add_row(*(Text(column.cell(line)) for column in columns))
     return shown
+
+
+def show_plan(plan: Mapping[str, float | str]) -> None:
+    """Print what a run will take."""
+    table = Table("what the run will take", "", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, value in plan.items():
+        table.add_row(name, value if isinstance(value, str) else f"{value:,}")
+    Console().print(table)
 
 
 @dataclass(frozen=True)
@@ -138,6 +163,7 @@ def _decimals(n: int, unit: str = "") -> Callable[[float], str]:
     return lambda value: f"{value:.{n}f}{unit}"
 
 
+_OPTIONAL = ("tpot_ms", "speedup", "end_to_end_speedup", "predicted_speedup", "equal_to_plain")
 _COLUMNS = (
     _Column("set", "set", is_text=True),
     _Column("method", "method", is_text=True),
@@ -151,6 +177,7 @@ _COLUMNS = (
     _Column("tpot_ms", "TPOT\nms", _decimals(1)),
     _Column("speedup", "speedup\n95%", _decimals(2)),
     _Column("end_to_end_speedup", "end to\nend", _decimals(2)),
+    _Column("predicted_speedup", "predicted\nspeedup", _decimals(2)),
     _Column("equal_to_plain", "equal\nplain", lambda share: f"{100 * share:.0f}%"),
 )
 
@@ -177,7 +204,9 @@ def _line(chosen: pd.DataFrame, key: tuple[Any, ...]) -> dict[str, Any]:
         "speedup_low": ratio_low,
         "speedup_high": ratio_high,
         "end_to_end_speedup": metrics.end_to_end_speedup(pairs),
-        "equal_to_plain": metrics.share_equal(pairs),
+        "predicted_speedup": metrics.predicted_speedup(pairs),
+        # Replayed rows share one answer, so their equality says nothing.
+        "equal_to_plain": metrics.share_equal(pairs[pairs["mode"] == "decode"]),
         "paired": pairs["prompt_id"].nunique(),
     }
 

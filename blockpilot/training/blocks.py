@@ -23,16 +23,6 @@ def sample_anchors(
     return prompt_length + chosen.sort().values
 
 
-def slot_labels(ids: Tensor, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Labels [A, S] of the slots after each anchor and whether they are known [A, S].
-
-    Slots past the end of the sequence have no label; theirs repeats the last token.
-    """
-    places = anchors[:, None] + torch.arange(1, block_size, device=anchors.device)
-    known = places < ids.shape[0]
-    return ids[places.clamp_max(ids.shape[0] - 1)], known
-
-
 def decay_weights(n_slots: int, gamma: float) -> Tensor:
     """w_j = exp(-(j - 1) / gamma) for slots j = 1..S (DFlash, arXiv 2602.06036)."""
     return torch.exp(-torch.arange(n_slots) / gamma)
@@ -48,8 +38,3 @@ def dpace_weights(label_probability: Tensor, known: Tensor, smoothing: float = 0
     smoothed = (1 - smoothing) * label_probability.detach() + smoothing
     reach = smoothed.cumprod(dim=-1) * known
     return reach.flip(-1).cumsum(-1).flip(-1) * known
-
-
-def accepted_lengths(predicted: Tensor, labels: Tensor, known: Tensor) -> Tensor:
-    """Leading slots [A] whose prediction equals a known label, for predicted [A, S]."""
-    return ((predicted == labels) & known).cumprod(dim=-1).sum(dim=-1)

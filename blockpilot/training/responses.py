@@ -1,16 +1,12 @@
 """Responses that the target itself writes, the only text a drafter learns from.
 
-Prompts go through batched `generate` with the keyed sampler, so a response is what the decode loop
-would have produced. Every shard is a parquet file with a safetensors file of target features beside
+Every shard is a parquet file with a safetensors file of target features beside
 it; both appear by rename, so an interrupted run continues with the next missing shard.
-
-Letters: R prompts of a batch, P padded prompt length, T generated length, F feature width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,11 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save
-from torch import Tensor
-from transformers import GenerationConfig
 
-from blockpilot.decoding.features import FeatureTap
-from blockpilot.decoding.sampling import KeyedLogitsProcessor, KeyedSampler
+from blockpilot.decoding.answers import Answer, answer, cut, generate
+from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.errors import UserError
 from blockpilot.prompts.base import Prompt
@@ -108,69 +102,20 @@ def write_responses(
     if file.exists():
         _check_shard(file, batch)
         return 0
-    responses, features = respond(target, batch, settings)
-    _write_shard(file, batch, responses, features)
-    return sum(map(len, responses))
-
-
-@torch.inference_mode()
-def respond(
-    target: Target, batch: Sequence[Request], settings: ResponseSettings
-) -> tuple[list[list[int]], list[Tensor] | None]:
-    """Responses, stop token included, and features [len(prompt) + len(response) - 1, F] of each.
-
-    The last token of a response has no features: it was never fed to the target.
-    """
-    lengths = torch.tensor([len(r.ids) for r in batch])
-    width = int(lengths.max())
-    ids = torch.full((len(batch), width), min(target.stop_ids))
-    mask = torch.zeros_like(ids)
-    for row, request in enumerate(batch):
-        ids[row, width - len(request.ids) :] = torch.tensor(request.ids)
-        mask[row, width - len(request.ids) :] = 1
     sampler = KeyedSampler(
         temperature=settings.temperature,
         seed=settings.seed,
-        prompt_hashes=[r.prompt.hash for r in batch],
+        prompt_hashes=[request.prompt.hash for request in batch],
     )
-    padding = (width - lengths).to(target.device)
-    tapped = bool(settings.feature_layers)
-    with FeatureTap(target.layers, settings.feature_layers) if tapped else nullcontext() as tap:
-        output = _generate(target, ids, mask, sampler, padding, settings.max_new_tokens)
-        captured = tap.take().cpu() if tap is not None else None  # [R, P + T - 1, F]
-    responses = [_cut(row, target.stop_ids) for row in output[:, width:].tolist()]
-    if captured is None:
-        return responses, None
-    features = [
-        captured[row, width - len(request.ids) : width + len(response) - 1]
-        for row, (request, response) in enumerate(zip(batch, responses, strict=True))
-    ]
-    return responses, features
-
-
-def _generate(
-    target: Target,
-    ids: Tensor,  # [R, P] left-padded
-    mask: Tensor | None,  # [R, P] 0 at pads
-    sampler: KeyedSampler,
-    padding: Tensor,  # [R]
-    max_new_tokens: int,
-) -> Tensor:
-    """Prompts and what the target says to them, [R, P + T]."""
-    stop = sorted(target.stop_ids)
-    return target.model.generate(
-        input_ids=ids.to(target.device),
-        attention_mask=(torch.ones_like(ids) if mask is None else mask).to(target.device),
-        # A fresh config: a checkpoint's own sampling defaults would act beside the sampler.
-        generation_config=GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=stop,
-            pad_token_id=stop[0],
-        ),
-        logits_processor=[KeyedLogitsProcessor(sampler, padding)],
-        cache=target.new_cache(ids.shape[1] + max_new_tokens),
+    answers = answer(
+        target,
+        [request.ids for request in batch],
+        sampler,
+        settings.max_new_tokens,
+        settings.feature_layers,
     )
+    _write_shard(file, batch, answers)
+    return sum(len(each.tokens) for each in answers)
 
 
 def _check_shard(file: Path, batch: Sequence[Request]) -> None:
@@ -182,22 +127,15 @@ def _check_shard(file: Path, batch: Sequence[Request]) -> None:
         )
 
 
-def _cut(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
-    for index, token in enumerate(tokens):
-        if token in stop_ids:
-            return tokens[: index + 1]
-    return tokens
-
-
 def _write_shard(
     file: Path,
     batch: Sequence[Request],
-    responses: Sequence[list[int]],
-    features: Sequence[Tensor] | None,
+    answers: Sequence[Answer],
 ) -> None:
     # The parquet file comes last: where it stands, the features stand too.
-    if features is not None:
-        packed = save({"features": torch.cat(list(features))})
+    features = [each.features for each in answers if each.features is not None]
+    if features:
+        packed = save({"features": torch.cat(features)})
         replace_file(file.with_suffix(".safetensors"), lambda stream: stream.write(packed))
     table = pa.table(
         {
@@ -205,7 +143,7 @@ def _write_shard(
             "prompt_hash": [r.prompt.hash for r in batch],
             "prompt_set": [r.prompt.set for r in batch],
             "prompt_ids": [r.ids for r in batch],
-            "response_ids": list(responses),
+            "response_ids": [each.tokens for each in answers],
         },
         schema=SCHEMA,
     )
@@ -230,9 +168,10 @@ def self_written(target: Target, n_prompts: int, batch_size: int, seed: int) -> 
         keys = [f"self-written/{start + row}" for row in range(batch_size)]
         sampler = KeyedSampler(temperature=1.0, seed=seed, prompt_hashes=keys)
         padding = torch.zeros(batch_size, dtype=torch.int64, device=target.device)
-        output = _generate(target, torch.tensor([ids] * batch_size), None, sampler, padding, 64)
+        rows = torch.tensor([ids] * batch_size)
+        output = generate(target, rows, torch.ones_like(rows), sampler, padding, 64)
         for row in output[:, len(ids) :].tolist():
-            tokens = _cut(row, target.stop_ids)
+            tokens = cut(row, target.stop_ids)
             if tokens[-1] in target.stop_ids:
                 message_text = target.tokenizer.decode(tokens[:-1], skip_special_tokens=True)
                 written |= {message_text.strip(): None} if message_text.strip() else {}

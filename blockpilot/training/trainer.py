@@ -24,16 +24,15 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from blockpilot.config import TrainingConfig
+from blockpilot.decoding.replay import slot_labels, walk
 from blockpilot.decoding.target import Target
 from blockpilot.drafters.dflash_net import DFlashNetwork
 from blockpilot.records.files import replace_file
 from blockpilot.tracking import Tracker
 from blockpilot.training.blocks import (
-    accepted_lengths,
     decay_weights,
     dpace_weights,
     sample_anchors,
-    slot_labels,
 )
 from blockpilot.training.corpus import Corpus, Example
 from blockpilot.training.optimizer import DrafterOptimizer
@@ -319,12 +318,9 @@ def replayed_tau(network: DFlashNetwork, target: Target, example: Example) -> fl
         # Not by a call: a compiled network would be compiled again for these shapes.
         hidden = network.forward(features, blocks_of(target, network, ids, anchors), anchors)
         predicted = target.head(hidden[:, 1:].to(target.dtype)).argmax(dim=-1)
-    advance = (accepted_lengths(predicted, labels, known) + 1).tolist()
-    place = cycles = 0
-    while place < len(advance):
-        place += advance[place]
-        cycles += 1
-    return len(advance) / cycles
+    accepted = ((predicted == labels) & known).cumprod(dim=-1).sum(dim=-1)
+    committed = walk(accepted.tolist())
+    return sum(committed) / len(committed)
 
 
 def _told(taus: dict[str, float]) -> str:

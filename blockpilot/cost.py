@@ -1,0 +1,153 @@
+"""Stage `cost`: what a cycle costs on this machine, per block size and context length.
+
+    python -m blockpilot.cost +model=qwen3-4b weights=random drafter.checkpoint=random
+    python -m blockpilot.sweep cost=outputs/cost/<run id>/cost.json
+
+A dense model's cost depends on shapes only, so random weights give the real curve.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import hydra
+import numpy as np
+import torch
+from hydra.utils import instantiate
+from rich.console import Console
+from rich.table import Table
+
+from blockpilot.config import CostConfig
+from blockpilot.decoding.cost import PARTS, CostCurve, CostPoint, cost_settings
+from blockpilot.decoding.loop import Method, check_prompt, decode
+from blockpilot.decoding.protocols import Drafter
+from blockpilot.decoding.sampling import KeyedSampler
+from blockpilot.decoding.target import Target, load_target
+from blockpilot.decoding.types import Trace
+from blockpilot.drafters.none import NoDrafter
+from blockpilot.errors import UserError
+from blockpilot.paths import conf_dir
+from blockpilot.policies.fixed import FixedPolicy
+from blockpilot.provenance import facts
+from blockpilot.records.files import make_folder, replace_file
+from blockpilot.reporting.tables import show_plan
+from blockpilot.runtime import stage
+from blockpilot.verify.chain import verify_chain
+
+log = logging.getLogger("blockpilot.cost")  # __name__ is __main__ under python -m
+
+
+def run(cfg: CostConfig) -> CostCurve:
+    """Measure the curve, print it and write cost.json into the run's folder."""
+    sizes, contexts = sorted(set(cfg.sizes)), sorted(set(cfg.contexts))
+    n_decodes = len(sizes) * len(contexts) * (cfg.repeats + 1)
+    if cfg.plan:
+        show_plan(
+            {
+                "decodes": n_decodes,
+                "target forwards, at most": n_decodes * cfg.decoding.max_new_tokens,
+                "longest context": max(contexts) + cfg.decoding.max_new_tokens,
+            }
+        )
+        return CostCurve({}, {}, [])
+    if cfg.decoding.max_new_tokens < 2:
+        raise UserError("decoding.max_new_tokens: a cycle needs a token after the first, give >= 2")
+    target = load_target(cfg)
+    target.stop_ids = frozenset()  # the text is noise; nothing may end it early
+    drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
+    methods = cost_methods(cfg, sizes, drafter, target)
+    points = measured(cfg, target, methods, contexts)
+    curve = CostCurve(cost_settings(cfg, drafter.name), facts(target.device), points)
+    folder = Path(cfg.paths.outputs) / "cost" / cfg.run_id
+    make_folder(folder)
+    text = curve.to_json().encode()
+    replace_file(folder / "cost.json", lambda stream: stream.write(text))
+    Console().print(cost_table(curve))
+    log.info("curve in %s", folder / "cost.json")
+    return curve
+
+
+def cost_methods(
+    cfg: CostConfig, sizes: list[int], drafter: Drafter, target: Target
+) -> dict[int, Method]:
+    """One bound method per block size; size 1 is plain decoding, which calls no drafter."""
+    methods = {}
+    for size in sizes:
+        policy = FixedPolicy(block_size=size, block_mode=cfg.block_mode)
+        methods[size] = Method(NoDrafter() if size == 1 else drafter, policy, verify_chain)
+        methods[size].bind(target)
+    return methods
+
+
+def measured(
+    cfg: CostConfig, target: Target, methods: dict[int, Method], contexts: list[int]
+) -> list[CostPoint]:
+    """Points of all sizes and contexts, in shuffled rounds so that a slow moment hits them alike.
+
+    The first round warms up. A cycle's cost is the decode loop's time over its cycles, so the
+    drafter's reading of the prompt is spread over them.
+    """
+    budget = cfg.decoding.max_new_tokens
+    generator = torch.Generator().manual_seed(cfg.seed)
+    prompts = {}
+    for context in contexts:
+        prompts[context] = torch.randint(
+            target.embed_rows, (context,), generator=generator
+        ).tolist()
+        if problem := check_prompt(target, prompts[context], budget):
+            raise UserError(f"contexts={contexts}: {problem}")
+    cells = [(size, context) for size in methods for context in contexts]
+    spent: defaultdict[tuple[int, int], list[dict[str, float]]] = defaultdict(list)
+    order = random.Random(cfg.seed)
+    for round_ in range(cfg.repeats + 1):
+        order.shuffle(cells)
+        for size, context in cells:
+            sampler = KeyedSampler(temperature=cfg.decoding.temperature, seed=cfg.seed)
+            trace = decode(target, methods[size], prompts[context], sampler, budget)
+            if round_:
+                spent[size, context].append(per_cycle(trace))
+        log.info("round %d of %d", round_, cfg.repeats)
+    return [point(*cell, spent[cell]) for cell in sorted(spent)]
+
+
+def per_cycle(trace: Trace) -> dict[str, float]:
+    """Seconds per cycle, in all and by part."""
+    parts = {name: getattr(trace, name) for name in ("decode_s", *PARTS)}
+    return {name: seconds / len(trace.committed) for name, seconds in parts.items()}
+
+
+def point(block_size: int, context: int, repeats: list[dict[str, float]]) -> CostPoint:
+    """Medians and quartiles of some repeats."""
+    low, middle, high = np.quantile([each["decode_s"] for each in repeats], [0.25, 0.5, 0.75])
+    parts = {part: float(np.median([each[part] for each in repeats])) for part in PARTS}
+    return CostPoint(
+        block_size, context, len(repeats), float(middle), float(low), float(high), **parts
+    )
+
+
+def cost_table(curve: CostCurve) -> Table:
+    """Milliseconds per cycle: median and quartiles, and the draft's part."""
+    title = f"ms per cycle, {curve.settings['target']}, {curve.settings['dtype']}"
+    table = Table("B", "context", "cycle", "quartiles", "draft", "verify", title=title)
+    for each in curve.points:
+        quartiles = f"{1e3 * each.cycle_s_q25:.1f}-{1e3 * each.cycle_s_q75:.1f}"
+        cells = (f"{1e3 * value:.1f}" for value in (each.cycle_s, each.draft_s, each.verify_s))
+        cycle, draft, verify = cells
+        table.add_row(str(each.block_size), str(each.context), cycle, quartiles, draft, verify)
+    return table
+
+
+@stage(
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="cost"),
+    CostConfig,
+)
+def main(cfg: CostConfig) -> None:
+    """Entry point."""
+    run(cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Cycles of every block size from one stored answer, without decoding again.
+
+With position-keyed sampling the answer does not depend on the drafts. So drafts from all anchors of
+an answer are independent of each other and run as one batch; a draft is accepted while it equals
+the answer; walking the accepted lengths from anchor to anchor visits the cycles that decoding would
+have had, at any temperature.
+
+Letters: T tokens of prompt and answer, A anchors, S = B - 1 proposed slots, V vocabulary rows,
+F feature width, K top candidates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockpilot.decoding.protocols import Drafter, Proposals
+from blockpilot.decoding.target import Target
+from blockpilot.decoding.types import Plan, Trace
+
+TOP = 16  # candidates kept per slot
+
+
+@dataclass(frozen=True)
+class Marginals:
+    """What the drafter thought of each slot of its trained block, for policies trained offline."""
+
+    rank: Tensor  # [A, S] int32: tokens it preferred to the answer's; -1 past the answer's end
+    top_tokens: Tensor  # [A, S, K] int32
+    top_logprobs: Tensor  # [A, S, K] float16
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Drafts from all anchors of one answer; anchor a is the answer's token a."""
+
+    accepted: dict[Plan, Tensor]  # [A] int16 accepted proposals; censored at the answer's end
+    marginals: Marginals | None
+
+    def trace(self, plan: Plan, tokens: list[int], stop_reason: str) -> Trace:
+        """The trace that decoding with this plan would have left, without times."""
+        committed = walk(self.accepted[plan].tolist())
+        n_cycles, proposed = len(committed), plan.drafted - 1 if plan.verified > 1 else 0
+        return Trace(
+            tokens=tokens,
+            committed=committed,
+            drafted=[proposed] * n_cycles,
+            verified=[plan.verified] * n_cycles,
+            stop_reason=stop_reason,
+        )
+
+
+def walk(accepted: Sequence[int]) -> list[int]:
+    """Tokens committed per cycle, from the accepted proposals at every anchor.
+
+    The commit, not the block, is cut at the answer's end. The mean over anchors is not tau: a walk
+    jumps across the stretches in which much is accepted.
+    """
+    committed, place = [], 0
+    while place < len(accepted):
+        committed.append(min(accepted[place] + 1, len(accepted) - place))
+        place += committed[-1]
+    return committed
+
+
+def slot_labels(ids: Tensor, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Labels [A, S] of the slots after each anchor and whether they are known [A, S].
+
+    Slots past the end of the sequence have no label; theirs repeats the last token.
+    """
+    places = anchors[:, None] + torch.arange(1, block_size, device=anchors.device)
+    known = places < ids.shape[0]
+    return ids[places.clamp_max(ids.shape[0] - 1)], known
+
+
+def accepted_lengths(proposals: Proposals, labels: Tensor, known: Tensor) -> Tensor:
+    """Leading proposals [A] that equal a known label.
+
+    Slot by slot, and only for anchors that are still alive: the LM head costs more than a small
+    drafter and most drafts end early.
+    """
+    accepted = torch.zeros(labels.shape[0], dtype=torch.int16, device=labels.device)
+    alive = torch.arange(labels.shape[0], device=labels.device)
+    for slot in range(labels.shape[1]):
+        alive = alive[known[alive, slot]]
+        if not len(alive):
+            break
+        best = proposals.logits(alive, slot).argmax(dim=-1)
+        alive = alive[best == labels[alive, slot]]
+        accepted[alive] += 1
+    return accepted
+
+
+def marginals(proposals: Proposals, labels: Tensor, known: Tensor) -> Marginals:
+    """Rank of the label and the top candidates of every slot."""
+    rows = torch.arange(labels.shape[0], device=labels.device)
+    ranks, tokens, logprobs = [], [], []
+    for slot in range(labels.shape[1]):
+        logits = proposals.logits(rows, slot).float()  # [A, V]
+        own = logits.gather(1, labels[:, slot, None])
+        rank = (logits > own).sum(dim=-1)
+        ranks.append(rank.masked_fill(~known[:, slot], -1).int())
+        top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
+        tokens.append(top.indices.int())
+        logprobs.append((top.values - logits.logsumexp(dim=-1, keepdim=True)).half())
+    return Marginals(torch.stack(ranks, 1), torch.stack(tokens, 1), torch.stack(logprobs, 1))
+
+
+@torch.inference_mode()
+def replay(
+    drafter: Drafter,
+    ids: Tensor,  # [T] prompt and answer
+    prompt_length: int,
+    features: Tensor | None,  # [T - 1, F]
+    plans: Iterable[Plan],
+    *,
+    chunk: int,
+    with_marginals: bool = False,
+) -> Replay:
+    """Accepted lengths of a bound, replayable drafter for every plan.
+
+    `chunk` anchors run at a time. Plans that show the drafter the same block share its drafts:
+    fewer verified slots accept no more than they hold. An answer of one token has no anchor.
+    """
+    anchors = torch.arange(prompt_length, ids.shape[0] - 1, device=ids.device)
+    wanted = list(dict.fromkeys(plans))
+    widths = sorted({plan.drafted for plan in wanted if plan.verified > 1})
+    by_width: dict[int, list[Tensor]] = {width: [] for width in widths}
+    found: list[Marginals] = []
+    trained = drafter.trained_block_size if with_marginals else None
+    for some in anchors.split(chunk):
+        for width in {*widths, trained} - {None}:
+            assert width is not None
+            proposals = drafter.replay(ids, features, some, width)
+            labels, known = slot_labels(ids, some, width)
+            if width in by_width:
+                by_width[width].append(accepted_lengths(proposals, labels, known))
+            if width == trained:
+                found.append(marginals(proposals, labels, known))
+    accepted = {}
+    for plan in wanted:
+        if plan.verified == 1 or not len(anchors):
+            accepted[plan] = torch.zeros(len(anchors), dtype=torch.int16)
+        else:
+            accepted[plan] = torch.cat(by_width[plan.drafted]).clamp_max(plan.verified - 1).cpu()
+    return Replay(accepted, _joined(found))
+
+
+def _joined(parts: Sequence[Marginals]) -> Marginals | None:
+    if not parts:
+        return None
+    return Marginals(
+        torch.cat([part.rank for part in parts]).cpu(),
+        torch.cat([part.top_tokens for part in parts]).cpu(),
+        torch.cat([part.top_logprobs for part in parts]).cpu(),
+    )
+
+
+def anchors_per_chunk(drafter: Drafter, target: Target, n_tokens: int, budget: int) -> int:
+    """Anchors whose drafts fit into `budget` bytes, at least one.
+
+    Counted per anchor: the logits of one slot in the target's dtype and in float32, the attention
+    scores of a block over `n_tokens` context positions, and a layer's states.
+    """
+    slots = (drafter.trained_block_size or 1) * 2
+    heads, width = target.config.num_attention_heads, target.config.hidden_size
+    per_slot = 4 * heads * n_tokens + 16 * width
+    per_anchor = 12 * target.embed_rows + 4 * slots * per_slot
+    return max(1, budget // per_anchor)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device: of the GPU, or of this machine's main memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,50 @@
+"""What a sweep will take, from its configuration and prompts alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from blockpilot.config import SweepConfig
+from blockpilot.decoding.cost import load_cost
+from blockpilot.decoding.replay import TOP
+from blockpilot.prompts.base import Prompt
+from blockpilot.runtime import pick_dtype
+
+
+def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float | str]:
+    """Counts and upper bounds by name: every answer is taken to use up its budget.
+
+    The sizes are those of a drafter with a trained block size; sizes that its block mode or a
+    listed duplicate rules out make the run smaller.
+    """
+    turns = sum(len(prompt.turns) for prompt in prompts)
+    n_sizes = len({*cfg.sizes} - {1}) + 2 * cfg.radius + 1
+    budget = cfg.decoding.max_new_tokens
+    shape = cfg.model.architecture
+    width = torch.finfo(pick_dtype(cfg.dtype, cfg.model.dtype)).bits // 8
+    per_turn = (shape["vocab_size"] + shape["hidden_size"]) * width
+    plan: dict[str, float | str] = {
+        "mode": cfg.mode,
+        "prompts": len(prompts),
+        "turns": turns,
+        "rows": turns * (n_sizes + 1),
+    }
+    if cfg.mode == "decode":
+        plan["target forwards, at most"] = turns * (n_sizes + 1) * budget
+    else:
+        batches = math.ceil(len(prompts) / cfg.replay.batch_size)
+        rounds = max((len(prompt.turns) for prompt in prompts), default=0)
+        plan["target forwards of a batch, at most"] = batches * rounds * budget
+        plan["blocks drafted, at most"] = turns * n_sizes * budget
+        if cfg.replay.marginals:
+            # Slots of a block are unknown before the drafter is loaded: 16 is the published size.
+            per_turn += 16 * budget * (4 + 6 * TOP)
+    plan["GB on disk, at most"] = round(turns * per_turn / 1e9, 3)
+    if cfg.cost is not None:
+        # Of plain decoding alone: what the drafted sizes take depends on their tau.
+        seconds = turns * budget * load_cost(cfg.cost, {}).seconds(1, budget)
+        plan["hours of plain decoding, at most"] = round(seconds / 3600, 2)
+    return plan

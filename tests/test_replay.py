@@ -1,0 +1,194 @@
+"""The law of replay: it visits the cycles of decoding, for every drafter, size, mode and T."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoding_kit import KINDS, VOCAB, ScriptedDrafter, perfect, tiny_target, with_stops
+from test_law import DRAFTERS, build
+from torch import Tensor
+
+from blockpilot.decoding.answers import answer
+from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.protocols import Drafter
+from blockpilot.decoding.replay import (
+    accepted_lengths,
+    anchors_per_chunk,
+    marginals,
+    replay,
+    slot_labels,
+    walk,
+)
+from blockpilot.decoding.sampling import KeyedSampler
+from blockpilot.decoding.target import Target
+from blockpilot.decoding.types import Draft, Plan, View
+from blockpilot.policies.fixed import FixedPolicy
+from blockpilot.verify.chain import verify_chain
+
+PROMPTS = [[5, 17, 3, 42, 8], [7], [9, 9, 30, 2, 11, 50, 4, 4, 23]]
+HASHES = ["a", "b", "c"]
+BUDGET = 20
+
+
+class HalfRight(ScriptedDrafter):
+    """Knows the text but errs at some (position, slot), in `draft` and `replay` alike."""
+
+    name = "half-right"
+    replayable = True
+
+    def __init__(self, gold: list[int]) -> None:
+        super().__init__(gold, perfect)
+
+    def draft(self, view: View, n_slots: int) -> Draft:
+        start = view.prompt_ids.shape[0]
+        return Draft(self.guesses(view.position - start, n_slots))
+
+    def guesses(self, place: int, n_slots: int) -> Tensor:
+        """Proposals behind token `place` of the answer."""
+        known = (self.gold[place + 1 :] + [0] * n_slots)[: n_slots - 1]
+        spoilt = [(token + 1) % VOCAB for token in known]
+        wrong = [(7 * place * place + 5 * slot) % 13 < 3 for slot in range(n_slots - 1)]
+        return torch.tensor([b if w else a for a, b, w in zip(known, spoilt, wrong, strict=True)])
+
+    def replay(self, ids: Tensor, features: Tensor | None, anchors: Tensor, n_slots: int) -> Any:
+        start = len(ids) - len(self.gold)
+        rows = [self.guesses(anchor - start, n_slots) for anchor in anchors.tolist()]
+        return Certain(torch.stack(rows))
+
+
+class Certain:
+    """Proposals of tokens without doubt."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+    def logits(self, rows: Tensor, slot: int) -> Tensor:
+        return torch.nn.functional.one_hot(self.tokens[rows, slot], VOCAB).double()
+
+
+def keyed(temperature: float, hashes: list[str]) -> KeyedSampler:
+    return KeyedSampler(temperature=temperature, seed=4, prompt_hashes=hashes)
+
+
+def plans(drafter: Drafter) -> dict[tuple[int, str], Plan]:
+    """Plans of several sizes in both modes."""
+    found = {}
+    for mode in ("draft", "verify"):
+        for size in (1, 2, 5, 16):
+            if mode == "verify" and size > (drafter.trained_block_size or 1):
+                continue
+            if drafter.trained_block_size is None and size > 1:
+                continue
+            policy = FixedPolicy(block_size=size, block_mode=mode)
+            policy.bind(drafter.trained_block_size)
+            found[size, mode] = policy.fixed_plan
+    return found
+
+
+def decoded(target: Target, drafter: Drafter, key: tuple[int, str], row: int, t: float) -> Any:
+    method = Method(drafter, FixedPolicy(block_size=key[0], block_mode=key[1]), verify_chain)
+    method.bind(target)
+    return decode(target, method, PROMPTS[row], keyed(t, [HASHES[row]]), BUDGET)
+
+
+def compare(target: Target, drafter: Drafter, temperature: float, chunk: int) -> list[int]:
+    """Replay equals decode on all prompts and plans; all commits of wide blocks."""
+    sampler = keyed(temperature, HASHES)
+    said = answer(target, PROMPTS, sampler, BUDGET, drafter.feature_layers)
+    commits = []
+    for row, one in enumerate(said):
+        if isinstance(drafter, HalfRight):
+            drafter.gold = one.tokens
+        ids = torch.tensor([*PROMPTS[row], *one.tokens])
+        wanted = plans(drafter)
+        found = replay(drafter, ids, len(PROMPTS[row]), one.features, wanted.values(), chunk=chunk)
+        for key, plan in wanted.items():
+            trace = found.trace(plan, one.tokens, one.stop_reason)
+            other = decoded(target, drafter, key, row, temperature)
+            assert trace.tokens == other.tokens, key
+            assert trace.stop_reason == other.stop_reason
+            for part in ("committed", "drafted", "verified"):
+                assert getattr(trace, part) == getattr(other, part), (key, part)
+            commits += trace.committed if key[0] > 1 else []
+    return commits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("file", DRAFTERS, ids=lambda p: p.stem)
+def test_replay_equals_decode_for_every_replayable_drafter(
+    file: Path, kind: str, temperature: float
+) -> None:
+    target = with_stops(tiny_target(kind), 3, 33)
+    drafter: Any = build(file)
+    drafter.bind(target)
+    assert drafter.replayable, "a drafter that is not needs a test of its own"
+    compare(target, drafter, temperature, chunk=7)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_replay_equals_decode_where_much_is_accepted(temperature: float, chunk: int) -> None:
+    target = with_stops(tiny_target(), 3, 33)
+    drafter: Any = HalfRight([])
+    drafter.bind(target)
+    commits = compare(target, drafter, temperature, chunk)
+    assert len(set(commits)) > 2, "else the law would hold for any walk"
+    assert sum(commits) > 1.5 * len(commits)
+
+
+def test_a_walk_by_hand() -> None:
+    assert walk([]) == []
+    assert walk([0, 0, 0]) == [1, 1, 1]
+    assert walk([2, 9, 9, 1, 0]) == [3, 2]
+    assert walk([4, 9]) == [2], "the commit is cut at the end"
+
+
+def test_accepted_lengths_stop_at_the_first_error_and_at_the_end() -> None:
+    ids = torch.tensor([9, 1, 2, 3, 4])
+    anchors = torch.tensor([0, 1, 2, 3])
+    labels, known = slot_labels(ids, anchors, 4)
+    guesses = Certain(torch.tensor([[1, 2, 3], [2, 0, 4], [3, 4, 4], [0, 4, 4]]))
+    assert accepted_lengths(guesses, labels, known).tolist() == [3, 1, 2, 0]
+
+
+def test_marginals_by_hand() -> None:
+    ids = torch.tensor([9, 1, 2])
+    labels, known = slot_labels(ids, torch.tensor([0, 1]), 3)
+    logits = torch.randn(2, 2, VOCAB, generator=torch.Generator().manual_seed(0))
+
+    class Given:
+        def logits(self, rows: Tensor, slot: int) -> Tensor:
+            return logits[rows, slot]
+
+    found = marginals(Given(), labels, known)
+    order = logits.argsort(dim=-1, descending=True)
+    for anchor, slot in ((0, 0), (0, 1), (1, 0)):
+        place = (order[anchor, slot] == labels[anchor, slot]).nonzero().item()
+        assert found.rank[anchor, slot] == place
+    assert found.rank[1, 1] == -1, "past the end"
+    assert torch.equal(found.top_tokens.long(), order[..., :16])
+    wanted = logits.log_softmax(-1).gather(-1, order[..., :16])
+    torch.testing.assert_close(found.top_logprobs.float(), wanted, atol=5e-3, rtol=1e-3)
+
+
+def test_a_small_budget_still_runs_one_anchor_at_a_time() -> None:
+    target = tiny_target()
+    drafter: Any = HalfRight([])
+    drafter.bind(target)
+    assert anchors_per_chunk(drafter, target, 100, budget=1) == 1
+    many = anchors_per_chunk(drafter, target, 100, budget=1 << 30)
+    assert many > anchors_per_chunk(drafter, target, 10_000, budget=1 << 30) > 1
+
+
+def test_an_answer_keeps_the_prefill_distribution_and_where_it_was_read() -> None:
+    target = tiny_target()
+    said = answer(target, PROMPTS, keyed(1.0, HASHES), 4)
+    for prompt, one in zip(PROMPTS, said, strict=True):
+        forward = target.forward(torch.tensor(prompt), target.new_cache(len(prompt)), n_logits=1)
+        torch.testing.assert_close(one.prefill_logits, forward.logits[0])
+        torch.testing.assert_close(one.prefill_hidden, forward.hidden[0])
+        assert one.features is None

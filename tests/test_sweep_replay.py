@@ -1,0 +1,227 @@
+"""The replayed sweep as a stage: decode's rows without its cost, what it keeps, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from stages_kit import composed, performed, sweep_arguments, write_prompts
+
+from blockpilot import cost, distill, sweep
+from blockpilot.decoding.cost import CostCurve, CostPoint, cost_settings, load_cost
+from blockpilot.decoding.types import Plan, Trace
+from blockpilot.drafters.dflash import DFlashDrafter
+from blockpilot.errors import UserError
+from blockpilot.records.prefill import read_prefill
+from blockpilot.records.replays import read_replay
+from blockpilot.records.schema import PLAIN, TIMES
+from blockpilot.reporting.tables import render, sweep_table
+from blockpilot.runtime import IncompleteError
+from blockpilot.sweeping import replayed
+
+PROMPTS = ["one", ["two", "and then", "and now"], "a third, somewhat longer one", "x" * 400]
+SAME = ["method", "turn", "status", "n_prompt_tokens", "n_new_tokens", "stop_reason"]
+COUNTS = ["committed", "drafted", "verified"]
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    file = write_prompts(folder / "prompts.jsonl", PROMPTS)
+    return sweep_arguments(folder, file, "mode=replay", "replay.batch_size=2", *more)
+
+
+def modes(folder: Path, *more: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows of the same sweep by replay and by decoding."""
+    by_replay = performed(sweep.run, "sweep", *arguments(folder, *more))
+    given = arguments(folder, *more, "mode=decode", "run_id=decoded")
+    return by_replay, performed(sweep.run, "sweep", *given)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["sizes=[4,16]"], ["block_mode=verify", "sizes=[3]"], ["decoding.max_new_tokens=0"]],
+    ids=["draft", "verify", "no-budget"],
+)
+def test_rows_are_those_of_decoding(tmp_path: Path, more: list[str]) -> None:
+    first, second = modes(tmp_path, *more)
+    assert len(first) == len(second) > 0
+    assert set(first["status"]) == {"ok", "skipped"}
+    pd.testing.assert_frame_equal(first[SAME], second[SAME])
+    for name in COUNTS:
+        assert [list(x) for x in first[name]] == [list(x) for x in second[name]]
+    assert first["output_sha256"].equals(second["output_sha256"])
+    assert set(first["mode"]) == {"replay"}
+    assert first[[*TIMES, "predicted_decode_s"]].isna().all(axis=None)
+    assert not set(first["key"]) & set(second["key"])
+
+
+def test_prefill_and_anchors_lie_beside_the_rows(tmp_path: Path) -> None:
+    more = ["replay.keep_features=true", "sizes=[4]"]
+    first, second = modes(tmp_path, *more)
+    ours, theirs = (tmp_path / "sweep" / name for name in ("run", "decoded"))
+    partner = second.set_index(["prompt_id", "turn", "method"])
+    read = 0
+    for _, row in first[first["status"] == "ok"].iterrows():
+        other = partner.loc[(row["prompt_id"], row["turn"], row["method"])]
+        key = {"prompt_id": row["prompt_id"], "turn": row["turn"]}
+        wanted = read_prefill(theirs, {**key, "group_key": other["group_key"]})
+        found = read_prefill(ours, {**key, "group_key": row["group_key"]})
+        torch.testing.assert_close(found.logits, wanted.logits)
+        torch.testing.assert_close(found.hidden, wanted.hidden)
+        text, kept, features = read_replay(ours, {**key, "group_key": row["group_key"]})
+        n_anchors = row["n_new_tokens"] - 1
+        assert len(text.ids) == row["n_prompt_tokens"] + row["n_new_tokens"]
+        assert text.prompt_length == row["n_prompt_tokens"]
+        assert features is not None
+        assert len(features) == len(text.ids) - 1
+        plan = Plan(int(row["block_size"]), int(row["block_size"]))
+        trace = kept.trace(plan, [], "")
+        assert trace.committed == list(row["committed"])
+        assert kept.marginals is not None
+        assert kept.marginals.rank.shape == (n_anchors, 15)
+        assert kept.marginals.top_tokens.shape == (n_anchors, 15, 16)
+        read += 1
+    assert read > 10
+    with pytest.raises(UserError, match="no replay of prompt nobody"):
+        read_replay(ours, {"prompt_id": "nobody", "turn": 0, "group_key": "x"})
+
+
+def test_the_same_run_id_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = performed(sweep.run, "sweep", *arguments(tmp_path))
+    monkeypatch.setattr(replayed, "answer", lambda *rest: pytest.fail("a prompt was answered"))
+    again = performed(sweep.run, "sweep", *arguments(tmp_path))
+    pd.testing.assert_frame_equal(first, again)
+
+
+def test_a_prompt_that_fails_does_not_take_its_batch_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = replayed.answer
+
+    def failing(target: Any, prompts: list[list[int]], *rest: Any) -> Any:
+        if any(target.tokenizer.decode(ids) == "one" for ids in prompts):
+            raise RuntimeError("out of memory")
+        return answer(target, prompts, *rest)
+
+    monkeypatch.setattr(replayed, "answer", failing)
+    with pytest.raises(IncompleteError, match=r"failed prompts: 1 \(local/p00\)"):
+        performed(sweep.run, "sweep", *arguments(tmp_path))
+    monkeypatch.undo()
+    records = performed(sweep.run, "sweep", *arguments(tmp_path))
+    assert set(records["status"]) == {"ok", "skipped"}
+
+
+def test_a_drafter_that_cannot_be_replayed_is_decoded_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(DFlashDrafter, "replayable", False)
+    with caplog.at_level(logging.WARNING):
+        records = performed(sweep.run, "sweep", *arguments(tmp_path))
+    assert "drafter dflash cannot be replayed" in caplog.text
+    assert set(records["mode"]) == {"decode"}
+    assert records["decode_s"].notna().any()
+
+
+COST = ["sizes=[1,15,17]", "contexts=[4,40]", "repeats=2", "decoding.max_new_tokens=4"]
+
+
+def cost_arguments(folder: Path, *more: str) -> list[str]:
+    tiny = sweep_arguments(folder, folder)
+    dropped = ("tracker", "radius", "mode", "prompts", "decoding")
+    return [*(a for a in tiny if not a.startswith(dropped)), *COST, *more]
+
+
+def test_a_measured_curve_predicts_the_times_of_a_replay(tmp_path: Path) -> None:
+    curve = performed(cost.run, "cost", *cost_arguments(tmp_path))
+    assert [(p.block_size, p.context) for p in curve.points] == [
+        (size, context) for size in (1, 15, 17) for context in (4, 40)
+    ]
+    for point in curve.points:
+        assert 0 < point.cycle_s_q25 <= point.cycle_s <= point.cycle_s_q75
+        assert (point.draft_s > 1e-4) == (point.block_size > 1), "plain decoding drafts nothing"
+        assert point.repeats == 2
+    file = tmp_path / "cost/run/cost.json"
+    assert load_cost(file, {}) == curve
+    records = performed(sweep.run, "sweep", *arguments(tmp_path, f"cost={file}"))
+    for _, row in records[records["status"] == "ok"].iterrows():
+        assert row["predicted_decode_s"] > 0
+        if row["method"] == PLAIN:
+            place = row["n_prompt_tokens"]
+            steps = range(place, place + len(row["committed"]))
+            wanted = sum(curve.seconds(1, at) for at in steps)
+            assert row["predicted_decode_s"] == pytest.approx(wanted)
+    table = sweep_table(records)
+    assert table["predicted_speedup"].notna().all()
+    assert table["speedup"].isna().all()
+    shown = [column.header for column in render(table).columns]
+    assert "predicted\nspeedup" in shown
+    assert "TPOT\nms" not in shown
+
+
+def points() -> list[CostPoint]:
+    costs = {(1, 100): 2.0, (1, 200): 4.0, (9, 100): 10.0, (9, 200): 12.0}
+    rest = (0.0,) * 6  # quartiles and parts
+    return [CostPoint(*cell, 3, seconds, *rest) for cell, seconds in costs.items()]
+
+
+def test_costs_are_linear_between_what_was_measured() -> None:
+    curve = CostCurve({}, {}, points())
+    assert curve.seconds(1, 100) == 2
+    assert curve.seconds(1, 150) == 3
+    assert curve.seconds(5, 100) == 6
+    assert curve.seconds(5, 150) == 7
+    assert curve.seconds(9, 5) == 10, "the nearest context"
+    trace = Trace(committed=[50, 50, 1], verified=[1, 9, 9], drafted=[0, 8, 8])
+    assert curve.predicted(trace, 100) == {"predicted_decode_s": 2 + 11 + 12}
+    with pytest.raises(UserError, match=r"no cost for block size 10: the curve holds 1\.\.9"):
+        curve.seconds(10, 100)
+
+
+@pytest.mark.parametrize("key", ["dtype", "drafter", "engine", "hardware", "threads"])
+def test_a_curve_of_other_settings_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    cfg = composed("sweep", *arguments(tmp_path))
+    settings = cost_settings(cfg, "dflash")
+    curve = CostCurve({**settings, key: "other"}, {}, points())
+    file = tmp_path / "cost.json"
+    file.write_text(curve.to_json())
+    with pytest.raises(UserError, match=rf"measured with {key}=other, this run has"):
+        load_cost(file, settings)
+    file.write_text(replace(curve, settings=settings).to_json())
+    assert load_cost(file, settings).points == points()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", json.dumps({"points": [{"x": 1}]})])
+def test_a_file_that_is_no_curve_is_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "cost.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"cost.json: no cost curve \(.*python -m") as caught:
+        load_cost(file, {})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cost_for_decoded_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="times of decoded rows are measured; set mode=replay"):
+        performed(sweep.run, "sweep", *arguments(tmp_path, "mode=decode", "cost=x.json"))
+
+
+@pytest.mark.parametrize("mode", ["replay", "decode"])
+def test_a_plan_loads_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mode: str,
+) -> None:
+    for stage in (sweep, distill, cost):
+        monkeypatch.setattr(stage, "load_target", lambda cfg: pytest.fail("a weight was loaded"))
+    performed(sweep.run, "sweep", *arguments(tmp_path, "plan=true", f"mode={mode}"))
+    shown = capsys.readouterr().out
+    for name, value in (("prompts", 4), ("turns", 6), ("rows", 24)):
+        assert any(line.split() == [name, str(value)] for line in shown.splitlines()), name
+    assert not (tmp_path / "sweep").exists()
+    performed(cost.run, "cost", *cost_arguments(tmp_path, "plan=true"))
+    assert "18" in capsys.readouterr().out, "3 sizes x 2 contexts x (1 warm-up + 2 repeats)"
