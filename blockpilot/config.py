@@ -25,6 +25,7 @@ from omegaconf.errors import (
 from blockpilot.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+ENGINES = ("eager", "compiled")
 ATTENTION = ("sdpa", "eager")
 BLOCK_MODES = ("draft", "verify")
 MODES = ("replay", "decode")
@@ -96,6 +97,7 @@ class CostConfig(StageConfig):
     """Schema of conf/cost.yaml."""
 
     plan: bool
+    engine: str
     drafter: Any
     sizes: list[int]
     block_mode: str
@@ -118,6 +120,7 @@ class SweepConfig(StageConfig):
     """Schema of conf/sweep.yaml."""
 
     plan: bool
+    engine: str
     mode: str
     replay: ReplayConfig
     cost: str | None  # file of a cost curve, for predicted times
@@ -188,6 +191,7 @@ class DistillConfig(StageConfig):
 class GenerateConfig(StageConfig):
     """Schema of conf/generate.yaml."""
 
+    engine: str
     drafter: Any
     policy: Any
     block_mode: str
@@ -243,6 +247,7 @@ RULES = (
     one_of("dtype", ("auto", *DTYPES)),
     one_of("model.dtype", DTYPES),
     one_of("attention", ATTENTION),
+    one_of("engine", ENGINES),
     one_of("weights", WEIGHTS),
     at_least("responses.limit", 1),
     at_least("responses.validation", 1),

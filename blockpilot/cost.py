@@ -22,6 +22,7 @@ from rich.table import Table
 
 from blockpilot.config import CostConfig
 from blockpilot.decoding.cost import PARTS, CostCurve, CostPoint, cost_settings
+from blockpilot.decoding.engine import with_engine
 from blockpilot.decoding.loop import Method, check_prompt, decode
 from blockpilot.decoding.protocols import Drafter
 from blockpilot.decoding.sampling import KeyedSampler
@@ -55,12 +56,12 @@ def run(cfg: CostConfig) -> CostCurve:
         return CostCurve({}, {}, [])
     if cfg.decoding.max_new_tokens < 2:
         raise UserError("decoding.max_new_tokens: a cycle needs a token after the first, give >= 2")
-    target = load_target(cfg)
+    target = with_engine(load_target(cfg), cfg.engine)
     target.stop_ids = frozenset()  # the text is noise; nothing may end it early
     drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
     methods = cost_methods(cfg, sizes, drafter, target)
     points = measured(cfg, target, methods, contexts)
-    curve = CostCurve(cost_settings(cfg, drafter.name), facts(target.device), points)
+    curve = CostCurve(cost_settings(cfg, drafter.name, cfg.engine), facts(target.device), points)
     folder = Path(cfg.paths.outputs) / "cost" / cfg.run_id
     make_folder(folder)
     text = curve.to_json().encode()

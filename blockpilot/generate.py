@@ -23,9 +23,10 @@ from hydra.utils import instantiate
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from blockpilot.config import GenerateConfig, typed
+from blockpilot.decoding.engine import with_engine
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.target import Target, load_target
+from blockpilot.decoding.target import load_target
 from blockpilot.decoding.types import Trace
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
@@ -63,7 +64,7 @@ class Pair:
         drafter = instantiate(cfg.drafter, _convert_="all")
         policy = instantiate(cfg.policy, _convert_="all")
         self.method = Method(drafter, policy, verify_chain)
-        self.target: Target = load_target(cfg)
+        self.target = with_engine(load_target(cfg), cfg.engine)
         self.method.bind(self.target)
 
     def answer(self, prompt: str, show: Callable[[str], object] = lambda text: None) -> Answer:

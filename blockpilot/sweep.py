@@ -23,6 +23,7 @@ from rich.console import Console
 from blockpilot.config import SweepConfig
 from blockpilot.decoding.cost import cost_settings, load_cost
 from blockpilot.decoding.divergence import EXACT_MARGIN
+from blockpilot.decoding.engine import with_engine
 from blockpilot.decoding.loop import Method
 from blockpilot.decoding.protocols import Drafter
 from blockpilot.decoding.target import Target, load_target
@@ -66,7 +67,7 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
         show_plan(sweep_plan(cfg, prompts))
         return pd.DataFrame()
     drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
-    target = load_target(cfg)
+    target = with_engine(load_target(cfg), cfg.engine)
     drafter.bind(target)
     methods = sweep_methods(cfg, drafter, target)
     sweep = new_sweep(cfg, target, drafter, methods, folder)
@@ -108,7 +109,11 @@ def new_sweep(
 ) -> DecodedSweep | ReplayedSweep:
     """The sweep of the mode asked for; a drafter that cannot be replayed is decoded, told so."""
     if cfg.mode == "replay" and drafter.replayable:
-        cost = None if cfg.cost is None else load_cost(cfg.cost, cost_settings(cfg, drafter.name))
+        cost = (
+            None
+            if cfg.cost is None
+            else load_cost(cfg.cost, cost_settings(cfg, drafter.name, cfg.engine))
+        )
         return ReplayedSweep(cfg, target, methods, folder, drafter, cost)
     if cfg.cost is not None:
         raise UserError(f"cost={cfg.cost}: times of decoded rows are measured; set mode=replay")

@@ -16,7 +16,7 @@ ROWS = {
     2: "decoding.__init__ decoding.types decoding.protocols decoding.sampling decoding.cache "
     "decoding.cost decoding.features",
     3: "decoding.timing decoding.target decoding.loop decoding.replay decoding.answers "
-    "decoding.divergence",
+    "decoding.engine decoding.divergence",
     4: "records",
     5: "labels sweeping",
     6: "training",

@@ -90,7 +90,10 @@ def test_a_stage_gets_its_checked_configuration_and_exits_with_0(
         ("model=qwen3-4b", "To append to your default list use +model=qwen3-4b"),
         ("modle=x", "unknown key modle (did you mean model?); keys: attention, decoding, device"),
         ("+modle=x", "unknown key modle (did you mean model?); keys: attention, decoding, device"),
-        ("decoding.topk=1", "unknown key decoding.topk (did you mean top_k?); keys of decoding: "),
+        (
+            "decoding.topk=1",
+            "unknown key decoding.topk (did you mean top_k or top_p?); keys of",
+        ),
         ("decoding.temperature=-1", "decoding.temperature=-1.0: must be a number >= 0"),
         ("paths.outputs=[a", "cannot read 'paths.outputs=[a': write key=value"),
         ("--config-name=nope", "Cannot find primary config 'nope'"),

@@ -185,7 +185,7 @@ def test_costs_are_linear_between_what_was_measured() -> None:
 @pytest.mark.parametrize("key", ["dtype", "drafter", "engine", "hardware", "threads"])
 def test_a_curve_of_other_settings_is_refused_by_name(tmp_path: Path, key: str) -> None:
     cfg = composed("sweep", *arguments(tmp_path))
-    settings = cost_settings(cfg, "dflash")
+    settings = cost_settings(cfg, "dflash", "eager")
     curve = CostCurve({**settings, key: "other"}, {}, points())
     file = tmp_path / "cost.json"
     file.write_text(curve.to_json())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 
+from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.features import FeatureTap
 from blockpilot.decoding.sampling import KeyedLogitsProcessor, KeyedSampler
 from blockpilot.decoding.target import Target
@@ -117,7 +118,8 @@ def generate(
             pad_token_id=stop[0] if stop else 0,
         ),
         logits_processor=[*watches, KeyedLogitsProcessor(sampler, padding)],
-        cache=target.new_cache(ids.shape[1] + max_new_tokens),
+        # Not the target's own cache, which an engine may have tied to one sequence.
+        cache=SlabCache(len(target.layers), ids.shape[1] + max_new_tokens),
     )
 
 

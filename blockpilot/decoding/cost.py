@@ -83,7 +83,7 @@ class CostCurve:
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
-def cost_settings(cfg: StageConfig, drafter: str) -> dict[str, Any]:
+def cost_settings(cfg: StageConfig, drafter: str, engine: str) -> dict[str, Any]:
     """What a cycle's cost depends on, as far as a run's configuration and machine say."""
     device = pick_device(cfg.device)
     machine = facts(device)
@@ -92,7 +92,7 @@ def cost_settings(cfg: StageConfig, drafter: str) -> dict[str, Any]:
         "drafter": drafter,
         "dtype": str(pick_dtype(cfg.dtype, cfg.model.dtype)).removeprefix("torch."),
         "attention": cfg.attention,
-        "engine": "eager",
+        "engine": engine,
         "device": device.type,
         "hardware": machine["gpu"] or machine["cpu"],
         "threads": machine["threads"] if device.type == "cpu" else None,

@@ -83,7 +83,7 @@ class Rows:
             seed=cfg.seed,
             dtype=str(self.target.dtype).removeprefix("torch."),
             attention=cfg.attention,
-            engine="eager",
+            engine=self.cfg.engine,
             device=self.target.device.type,
             thinking=cfg.model.thinking,
             max_new_tokens=cfg.decoding.max_new_tokens,
