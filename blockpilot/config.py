@@ -31,6 +31,8 @@ BLOCK_MODES = ("draft", "verify")
 MODES = ("replay", "decode")
 WEIGHTS = ("pretrained", "random")
 SLOT_WEIGHTS = ("decay", "dpace")
+LABELS = ("argmax", "soft", "curve")
+OBJECTIVES = ("tau", "throughput")
 COMPILERS = ("inductor", "aot_eager", "eager")  # backends of torch.compile
 
 
@@ -77,19 +79,25 @@ class PathsConfig:
 
 
 @dataclass
-class StageConfig:
+class JobConfig:
+    """What every stage needs."""
+
+    paths: PathsConfig
+    run_id: str
+    seed: int
+    threads: int | None
+
+
+@dataclass
+class StageConfig(JobConfig):
     """What every stage that loads a target needs."""
 
     model: ModelConfig
     decoding: DecodingConfig
-    paths: PathsConfig
-    run_id: str
-    seed: int
     device: str
     dtype: str
     attention: str
     weights: str
-    threads: int | None
 
 
 @dataclass
@@ -130,6 +138,42 @@ class SweepConfig(StageConfig):
     radius: int
     sizes: list[int]
     block_mode: str
+
+
+@dataclass
+class DatasetConfig(JobConfig):
+    """Schema of conf/dataset.yaml."""
+
+    runs: list[str]  # folders of sweeps
+    sizes: list[int] | None  # candidates, 1 included or not; null: all drafted ones of the runs
+    label: str
+    objective: str
+    sharpness: float  # of label=soft, as a share of the best fixed size's mean gain
+    cost: str | None  # cost curve, for objective=throughput
+
+
+@dataclass
+class PredictorSettings:
+    """Shape and inputs of a predictor."""
+
+    features: str
+    hidden: int
+    depth: int
+    dropout: float
+
+
+@dataclass
+class TrainConfig(JobConfig):
+    """Schema of conf/train.yaml."""
+
+    dataset: str
+    device: str
+    tracker: Any
+    predictor: PredictorSettings
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    shuffle_labels: bool  # a control: what a predictor that cannot know anything gets
 
 
 @dataclass
@@ -261,11 +305,19 @@ RULES = (
     at_least("training.anchors_per_sequence", 1),
     one_of("training.slot_weights", SLOT_WEIGHTS),
     one_of("training.compile", COMPILERS),
+    one_of("label", LABELS),
+    one_of("objective", OBJECTIVES),
+    Rule("sharpness", lambda value: 0 < value < math.inf, "a number > 0"),
+    at_least("predictor.hidden", 1),
+    at_least("predictor.depth", 0),
+    Rule("predictor.dropout", lambda value: 0 <= value < 1, "a number >= 0 and < 1"),
+    at_least("epochs", 1),
+    at_least("batch_size", 1),
     matches("paths.outputs", r".*\S.*", "a folder"),
     matches("run_id", r"\w[\w.-]*", "letters, digits, '-', '_' and '.'"),
 )
 
-Schema = TypeVar("Schema", bound=StageConfig)
+Schema = TypeVar("Schema", bound=JobConfig)
 
 
 def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:

@@ -18,10 +18,12 @@ from hydra.core.global_hydra import GlobalHydra
 
 from blockpilot.config import (
     CostConfig,
+    DatasetConfig,
     DistillConfig,
     GenerateConfig,
-    StageConfig,
+    JobConfig,
     SweepConfig,
+    TrainConfig,
     typed,
 )
 from blockpilot.paths import conf_dir
@@ -52,6 +54,8 @@ SCHEMAS = {
     "generate": GenerateConfig,
     "distill": DistillConfig,
     "cost": CostConfig,
+    "dataset": DatasetConfig,
+    "train": TrainConfig,
 }
 Result = TypeVar("Result")
 
@@ -65,7 +69,7 @@ def composed(stage: str, *overrides: str) -> Any:
 
 def performed(run: Callable[[Any], Result], stage: str, *overrides: str) -> Result:
     """Run a stage's work as its `main` would: seeded, with the threads that it asks for."""
-    cfg: StageConfig = composed(stage, *overrides)
+    cfg: JobConfig = composed(stage, *overrides)
     seed_everything(cfg.seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(cfg.threads or threads)

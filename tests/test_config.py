@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from blockpilot.config import ModelConfig, StageConfig, typed, validate
+from blockpilot.config import JobConfig, ModelConfig, StageConfig, typed, validate
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
 
@@ -169,7 +169,7 @@ def test_a_prompt_file_adds_one_set_of_its_own_name(path: Path) -> None:
 
 
 def test_schemas_hold_no_defaults() -> None:
-    for schema in [StageConfig, *StageConfig.__subclasses__()]:
+    for schema in [JobConfig, *JobConfig.__subclasses__(), *StageConfig.__subclasses__()]:
         for each in fields(schema):
             assert each.default is MISSING, f"{schema.__name__}.{each.name}"
             assert each.default_factory is MISSING, f"{schema.__name__}.{each.name}"

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.target import Target
+from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
 from blockpilot.verify.chain import verify_chain
 
@@ -30,7 +31,10 @@ BUDGET = 16
 def build(file: Path, **values: object) -> object:
     """The component of a YAML file, with the values that its interpolations want."""
     root = OmegaConf.create({"model": {"drafters": {"dflash": "random", "eagle3": "random"}}})
-    node = OmegaConf.merge(root, values, {"part": OmegaConf.load(file)})
+    part = OmegaConf.load(file)
+    for key in OmegaConf.missing_keys(part):  # weights that the user has to name
+        part[key] = "random"
+    node = OmegaConf.merge(root, values, {"part": part})
     return instantiate(node.part, _convert_="all")
 
 
@@ -43,6 +47,10 @@ def bound_methods(drafter_file: Path, policy: Path, target: Target) -> Iterator[
         for size in SIZES:
             part: Any = build(policy, block_size=size, block_mode=mode)
             method = Method(drafter, part, verify_chain)
+            if part.name == "blockpilot" and drafter.trained_block_size is None:
+                with pytest.raises(UserError, match="drafter none has no block to size"):
+                    method.bind(target)
+                continue
             method.bind(target)
             yield f"{size}-{mode}", method
 

@@ -15,6 +15,7 @@ import pytest
 from records_kit import FakeTrace, make_settings, make_trace
 
 from blockpilot.errors import UserError
+from blockpilot.records import tau
 from blockpilot.records.schema import SHARED_FIELDS, failed_row, ok_row
 from blockpilot.reporting import metrics
 
@@ -38,10 +39,10 @@ def test_micro_and_macro_tau_by_hand() -> None:
         failed_row(make_settings(3, 8), "boom"),
     ]
     records = frame(rows)
-    assert metrics.prompt_tau(records).to_dict() == {"set/0": 5.0, "set/1": 1.5}
+    assert tau.prompt_tau(records).to_dict() == {"set/0": 5.0, "set/1": 1.5}
     assert metrics.micro_tau(records) == 16 / 6
     assert metrics.macro_tau(records) == 3.25
-    assert metrics.with_cycles(records)["tau"].isna().tolist() == [False, False, False, True]
+    assert tau.with_cycles(records)["tau"].isna().tolist() == [False, False, False, True]
     assert math.isnan(metrics.micro_tau(records.iloc[3:]))
     assert math.isnan(metrics.macro_tau(records.iloc[3:]))
 
@@ -148,7 +149,7 @@ def test_seeds_are_averaged_not_refused() -> None:
 
 def test_best_size_ties_go_to_the_smaller() -> None:
     taus = pd.DataFrame({8: [2.0, 3.0], 4: [2.0, 1.0], 6: [1.0, 3.0]})
-    assert metrics.best_size(taus).tolist() == [4, 6]
+    assert tau.best_size(taus).tolist() == [4, 6]
 
 
 def _public_rows() -> list[dict[str, Any]]:
@@ -169,13 +170,13 @@ def _public_rows() -> list[dict[str, Any]]:
 
 @pytest.mark.skipif(not PUBLIC.exists(), reason="the published record is not at hand")
 def test_published_record_gives_its_means_and_its_oracle() -> None:
-    taus = metrics.tau_by_size(frame(_public_rows()))
+    taus = tau.tau_by_size(frame(_public_rows()))
     assert len(taus) == 32
     known = {14: 6.212, 15: 6.406, 16: 6.509, 17: 6.528, 18: 6.278}
     assert taus[list(known)].mean().round(3).to_dict() == known
     near = taus[list(known)]
     assert round(float(near.max(axis=1).mean()), 3) == 6.735
-    best = metrics.best_size(near)
+    best = tau.best_size(near)
     assert all(near.loc[prompt, size] == near.loc[prompt].max() for prompt, size in best.items())
     for prompt, size in best.items():  # ties: no smaller size is as good
         assert not (

@@ -83,7 +83,7 @@ def plans(drafter: Drafter) -> dict[tuple[int, str], Plan]:
             if drafter.trained_block_size is None and size > 1:
                 continue
             policy = FixedPolicy(block_size=size, block_mode=mode)
-            policy.bind(drafter.trained_block_size)
+            policy.bind(tiny_target(), drafter)
             found[size, mode] = policy.fixed_plan
     return found
 

@@ -67,7 +67,7 @@ class CompiledTarget(Target):
     """
 
     def __init__(self, eager: Target) -> None:
-        super().__init__(eager.model, eager.tokenizer)
+        super().__init__(eager.model, eager.tokenizer, eager.name)
         self.stop_ids = eager.stop_ids
         self.compile_s = 0.0
         self._caches: dict[int, StaticCache] = {}

@@ -30,7 +30,7 @@ class Method:
     def bind(self, target: Target) -> None:
         """Load and check everything for this target before the first prompt (UserError)."""
         self.drafter.bind(target)
-        self.policy.bind(self.drafter.trained_block_size)
+        self.policy.bind(target, self.drafter)
 
 
 def check_prompt(target: Target, prompt_ids: Sequence[int], max_new_tokens: int) -> str | None:

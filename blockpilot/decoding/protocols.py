@@ -22,6 +22,7 @@ Choose = Callable[[Tensor, Tensor], Tensor]
 class TargetModel(Protocol):
     """The model whose output is wanted, one sequence at a time."""
 
+    name: str
     config: PretrainedConfig
     device: torch.device
     dtype: torch.dtype
@@ -91,8 +92,8 @@ class Policy(Protocol):
     name: str
     widest: int  # most slots that any of its plans asks for, known once bound
 
-    def bind(self, trained_block_size: int | None) -> None:
-        """Check the settings against the drafter's trained block size (UserError)."""
+    def bind(self, target: TargetModel, drafter: Drafter) -> None:
+        """Load what it needs and check that it fits this target and bound drafter (UserError)."""
         ...
 
     def start(self, view: View) -> None:

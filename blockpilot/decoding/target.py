@@ -46,7 +46,10 @@ _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 class Target:
     """A causal LM with its tokenizer, its stop ids and the features that a drafter asked for."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str = "unnamed"
+    ) -> None:
+        self.name = name
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -114,7 +117,9 @@ def load_target(cfg: StageConfig) -> Target:
     dtype = pick_dtype(cfg.dtype, model.dtype)
     if cfg.weights == "random":
         values = cast("dict[str, Any]", OmegaConf.to_container(model.architecture))
-        return _random_target(values, device, dtype, cfg.attention, cfg.seed)
+        target = _random_target(values, device, dtype, cfg.attention, cfg.seed)
+        target.name = model.name
+        return target
     source = _local_gguf(model) if model.gguf else model.repo
     where: dict[str, Any] = {} if isinstance(source, Path) else {"revision": model.revision}
     try:
@@ -127,7 +132,7 @@ def load_target(cfg: StageConfig) -> Target:
             f"model {model.name}: cannot load {source} ({_first_line(error)}); give model.repo a "
             "local folder, or make the hub reachable or HF_HOME a filled cache"
         ) from error
-    return Target(network.to(device), tokenizer)
+    return Target(network.to(device), tokenizer, model.name)
 
 
 def _first_line(error: Exception) -> str:
@@ -147,7 +152,8 @@ def _random_target(
     except (StrictDataclassError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"model.architecture describes no model: {reason}") from error
-    with torch.random.fork_rng(devices=[]):
+    # Made where it will run: the weights of a large target would take minutes on a CPU.
+    with torch.random.fork_rng(devices=[]), device:
         torch.manual_seed(seed)
         network = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention

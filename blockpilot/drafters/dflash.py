@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -24,6 +23,7 @@ from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
 from blockpilot.errors import UserError
+from blockpilot.hub import folder_of
 
 log = logging.getLogger(__name__)
 
@@ -217,17 +217,7 @@ def _folder(checkpoint: str) -> Path:
             known = ", ".join(sorted(p.name for p in weights.glob("*"))) or "none"
             raise UserError(f"drafter {checkpoint}: not shipped; shipped are {known}")
         return folder
-    if Path(checkpoint).is_dir():
-        return Path(checkpoint)
-    try:
-        allowed = ["config.json", "*.safetensors"]
-        return Path(snapshot_download(checkpoint, allow_patterns=allowed))
-    except Exception as error:  # the hub client raises a dozen unrelated kinds
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"drafter {checkpoint}: neither a folder nor reachable on the hub ({first_line}); "
-            "give drafter.checkpoint a local folder or fill HF_HOME"
-        ) from error
+    return folder_of(f"drafter {checkpoint}", checkpoint)
 
 
 def check_fits(config: DFlashConfig, target: TargetModel, where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from blockpilot.config import BLOCK_MODES
+from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
 
@@ -38,8 +39,9 @@ class FixedPolicy:
     def __init__(self, *, block_size: int | None, block_mode: str) -> None:
         self.block_size, self.block_mode = block_size, block_mode
 
-    def bind(self, trained_block_size: int | None) -> None:
+    def bind(self, target: TargetModel, drafter: Drafter) -> None:
         """Check the size against the drafter's trained one (UserError)."""
+        trained_block_size = drafter.trained_block_size
         if self.block_size is None:
             self.block_size = trained_block_size or 1
         self.fixed_plan = block_plan(self.block_size, self.block_mode, trained_block_size)

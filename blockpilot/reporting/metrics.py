@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from blockpilot.errors import UserError
 from blockpilot.records.schema import METHOD_FIELDS, PLAIN, SHARED_FIELDS
+from blockpilot.records.tau import prompt_tau, with_cycles
 
 Floats = NDArray[np.float64]
 Interval = tuple[float, float]
@@ -29,25 +30,6 @@ LEVEL = 0.95
 _PAIR = ["prompt_id", "seed", "turn", "repeat"]
 _METHOD = ["method", "block_size", "block_mode"]  # what a line of a table stands for
 _NO_INTERVAL = (float("nan"), float("nan"))
-
-
-def with_cycles(records: pd.DataFrame) -> pd.DataFrame:
-    """Rows with status ok, plus n_committed, n_cycles and tau (NaN without a cycle)."""
-    rows = records[records["status"] == "ok"].copy()
-    rows["n_committed"] = [int(np.sum(counts)) for counts in rows["committed"]]
-    rows["n_cycles"] = [len(counts) for counts in rows["committed"]]
-    rows["tau"] = rows["n_committed"] / rows["n_cycles"].where(rows["n_cycles"] > 0)
-    return rows
-
-
-def prompt_tau(records: pd.DataFrame) -> pd.Series:
-    """tau of each prompt, index prompt_id; prompts without a cycle are left out.
-
-    For rows of one method and size.
-    """
-    sums = with_cycles(records).groupby("prompt_id")[["n_committed", "n_cycles"]].sum()
-    sums = sums[sums["n_cycles"] > 0]
-    return sums["n_committed"] / sums["n_cycles"]
 
 
 def micro_tau(records: pd.DataFrame) -> float:
@@ -60,21 +42,6 @@ def micro_tau(records: pd.DataFrame) -> float:
 def macro_tau(records: pd.DataFrame) -> float:
     """Mean of the per-prompt tau (what the papers print); NaN without a cycle."""
     return float(prompt_tau(records).mean())
-
-
-def tau_by_size(records: pd.DataFrame) -> pd.DataFrame:
-    """Prompts x block sizes -> tau, for the drafted rows of one method family and block mode.
-
-    Prompts that lack a size are left out, so that the columns stay paired.
-    """
-    drafted = records[records["method"] != PLAIN]
-    sizes = {size: prompt_tau(rows) for size, rows in drafted.groupby("block_size")}
-    return pd.DataFrame(sizes).dropna()
-
-
-def best_size(taus: pd.DataFrame) -> pd.Series:
-    """Block size with the highest tau for each row of `tau_by_size`; ties go to the smaller."""
-    return taus[sorted(taus.columns)].idxmax(axis=1)
 
 
 def prompt_tpot(records: pd.DataFrame) -> pd.Series:

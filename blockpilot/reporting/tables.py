@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blockpilot.errors import UserError
+from blockpilot.records import tau
 from blockpilot.records.schema import PLAIN
 from blockpilot.reporting import metrics
 
@@ -71,10 +72,10 @@ def set_table(records: pd.DataFrame) -> pd.DataFrame:
     for name, chosen in _sets(records, by_set=True):
         drafted = chosen[chosen["method"] != PLAIN]
         for (drafter, mode), rows in drafted.groupby(["drafter", "block_mode"]):
-            taus = metrics.tau_by_size(rows)
+            taus = tau.tau_by_size(rows)
             if taus.empty:
                 continue
-            size = int(metrics.best_size(taus.mean().to_frame().T).iloc[0])
+            size = int(tau.best_size(taus.mean().to_frame().T).iloc[0])
             at_best = taus[size].to_numpy(dtype=np.float64)
             low, high = metrics.bootstrap(metrics.mean, at_best)
             pairs = metrics.pair_with_plain(rows[rows["block_size"] == size], chosen)
@@ -185,7 +186,7 @@ _COLUMNS = (
 def _line(chosen: pd.DataFrame, key: tuple[Any, ...]) -> dict[str, Any]:
     rows = chosen[(chosen[_LINE] == list(key)).all(axis=1)]
     decoded = rows[rows["status"] == "ok"]
-    taus = metrics.prompt_tau(rows).to_numpy(dtype=np.float64)
+    taus = tau.prompt_tau(rows).to_numpy(dtype=np.float64)
     low, high = metrics.bootstrap(metrics.mean, taus)
     line = {
         "prompts": decoded["prompt_id"].nunique(),
@@ -241,7 +242,7 @@ def _warnings(records: pd.DataFrame, table: pd.DataFrame) -> Iterator[str]:
         if len(rows):
             reason = str(rows[column].iloc[0]).splitlines()[0][:_SHOWN_CHARACTERS]
             yield f"{_count(rows)} {status}, first {rows['prompt_id'].iloc[0]}: {reason}"
-    idle = metrics.with_cycles(records)
+    idle = tau.with_cycles(records)
     idle = idle[idle["n_cycles"] == 0]
     if len(idle):
         yield f"{_count(idle)} ended before the first cycle: no tau, counted in no tau."

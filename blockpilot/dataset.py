@@ -1,0 +1,102 @@
+"""Stage `dataset`: labelled examples of block sizes from the records of sweeps.
+
+    python -m blockpilot.dataset runs=[outputs/sweep/<run id>]
+
+Examples lie in <paths.outputs>/dataset/<run id>/. What it prints is a first honest look: how often
+sizes tie, how much an oracle would gain, and how much of that gain is luck.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import hydra
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from blockpilot import labels
+from blockpilot.config import DatasetConfig
+from blockpilot.decoding.cost import load_cost
+from blockpilot.errors import UserError
+from blockpilot.paths import conf_dir
+from blockpilot.prompts.base import SPLITS
+from blockpilot.records.store import read_records
+from blockpilot.runtime import stage
+from blockpilot.training.examples import Examples, gather, save_examples
+
+log = logging.getLogger("blockpilot.dataset")  # __name__ is __main__ under python -m
+
+
+def run(cfg: DatasetConfig) -> Examples:
+    """Gather, print and write the examples."""
+    if not cfg.runs:
+        raise UserError("runs=[]: give the folders of sweeps, as runs=[outputs/sweep/<run id>]")
+    folders = [Path(run) for run in cfg.runs]
+    examples = gather(
+        folders,
+        [read_records(folder) for folder in folders],
+        sizes=cfg.sizes,
+        label=cfg.label,
+        objective=cfg.objective,
+        sharpness=cfg.sharpness,
+        cost=None if cfg.cost is None else load_cost(cfg.cost, {}),
+    )
+    folder = Path(cfg.paths.outputs) / "dataset" / cfg.run_id
+    save_examples(examples, folder)
+    Console().print(dataset_table(examples))
+    log.info("%d examples in %s", len(examples), folder)
+    return examples
+
+
+def dataset_table(examples: Examples) -> Table:
+    """Per split: examples, how the labels fall, and what an oracle's gain is worth."""
+    origin = examples.origin
+    unit = "tau" if origin.objective == "tau" else "tokens/s"
+    table = Table("", *SPLITS, title=f"{unit} at sizes {', '.join(map(str, origin.sizes))}")
+    columns = {name: _figures(examples.of(name)) for name in SPLITS}
+    for figure in dict.fromkeys(key for column in columns.values() for key in column):
+        table.add_row(figure, *(columns[name].get(figure, "-") for name in SPLITS))
+    table.caption = (
+        "luck null: oracle of prompts that all prefer the same sizes; cross-fitted: size chosen on "
+        "one half of each answer and scored on the other, beside the best fixed size so scored"
+    )
+    return table
+
+
+def _figures(examples: Examples) -> dict[str, str]:
+    if len(examples) < 2:
+        return {"examples": str(len(examples))}
+    gains, sizes = examples.gains.numpy(), examples.origin.sizes
+    best, fixed = labels.argmax_labels(gains), labels.best_fixed(gains)
+    ties = ((gains == gains.max(axis=1, keepdims=True)).sum(axis=1) > 1).mean()
+    counts = np.bincount(best, minlength=len(sizes))
+    halves = examples.first_half.numpy(), examples.second_half.numpy()
+    same = np.mean([half[:, labels.best_fixed(gains)].mean() for half in halves])
+    figures = {
+        "examples": str(len(examples)),
+        "labels per size": " ".join(map(str, counts)),
+        "ties": f"{ties:.0%}",
+        "best size differs from the fixed": f"{(best != fixed).mean():.0%}",
+        "best fixed size": f"{sizes[fixed]} ({gains[:, fixed].mean():.3f})",
+        "oracle": f"{labels.oracle(gains):.3f}",
+        "cross-fitted (fixed)": f"{labels.cross_fitted(*halves):.3f} ({same:.3f})",
+    }
+    if len(sizes) > 1:
+        null = labels.luck_null(gains)
+        figures["luck null"] = f"{null.mean:.3f} +- {null.std:.3f}, p = {null.p_value:.2f}"
+    return figures
+
+
+@stage(
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="dataset"),
+    DatasetConfig,
+)
+def main(cfg: DatasetConfig) -> None:
+    """Entry point."""
+    run(cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Folders that lie on this machine or on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from blockpilot.errors import UserError
+
+
+def folder_of(what: str, place: str) -> Path:
+    """The folder `place`, or a local copy of the hub repository of that name.
+
+    Only config.json and safetensors are fetched: no code, no pickles. Raises UserError, beginning
+    with `what`, when there is neither.
+    """
+    if Path(place).is_dir():
+        return Path(place)
+    try:
+        return Path(snapshot_download(place, allow_patterns=["config.json", "*.safetensors"]))
+    except Exception as error:  # the hub client raises a dozen unrelated kinds
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{what}: neither a folder nor reachable on the hub ({first_line}); give a local "
+            "folder or fill HF_HOME"
+        ) from error

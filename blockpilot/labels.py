@@ -1,0 +1,76 @@
+"""Labels of block sizes, and how much of an oracle's gain is luck.
+
+All work on gains [P, m]: tau, or tokens per second, of P prompts at m sizes in increasing order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def argmax_labels(gains: Floats) -> Ints:
+    """Index [P] of the best size; ties go to the smaller one (BlockPilot, arXiv 2606.31315)."""
+    return np.asarray(gains.argmax(axis=1))
+
+
+def soft_labels(gains: Floats, sharpness: float) -> Floats:
+    """Distribution [P, m] over sizes: softmax of the gains over the best fixed size's, divided by
+    `sharpness` (in the gains' unit: at a tenth, a size worse by a tenth has 1/e of the weight).
+    """
+    scaled = (gains - gains.max(axis=1, keepdims=True)) / sharpness
+    weights = np.exp(scaled)
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+
+def best_fixed(gains: Floats) -> int:
+    """Index of the size with the highest mean; ties go to the smaller one."""
+    return int(gains.mean(axis=0).argmax())
+
+
+def oracle(gains: Floats) -> float:
+    """Mean of each prompt's best: what knowing the outcome would give."""
+    return float(gains.max(axis=1).mean())
+
+
+def cross_fitted(chosen_on: Floats, scored_on: Floats) -> float:
+    """Mean gain when the size is chosen on one part of the evidence and scored on the other.
+
+    Both parts take both roles. An oracle whose gain is luck falls back to a fixed size's here.
+    """
+    scores = [
+        scores[np.arange(len(scores)), argmax_labels(choice)].mean()
+        for choice, scores in ((chosen_on, scored_on), (scored_on, chosen_on))
+    ]
+    return float(np.mean(scores))
+
+
+@dataclass(frozen=True)
+class LuckNull:
+    """The oracle of prompts that all prefer the same sizes and differ by noise alone."""
+
+    mean: float
+    std: float
+    p_value: float  # share of draws whose oracle is at least the observed one
+
+
+def luck_null(gains: Floats, *, draws: int = 2000, seed: int = 0) -> LuckNull:
+    """Oracle after the residuals of each size are permuted over prompts.
+
+    Residuals are what prompt means and size means leave; removing those means shrinks them, so
+    they are rescaled by sqrt(m / (m - 1) * n / (n - 1)), without which the null reads too low.
+    """
+    n, m = gains.shape
+    fitted = gains.mean(axis=1, keepdims=True) + gains.mean(axis=0) - gains.mean()
+    residuals = (gains - fitted) * np.sqrt(m / (m - 1) * n / (n - 1))
+    generator = np.random.default_rng(seed)
+    oracles = np.empty(draws)
+    for draw in range(draws):
+        oracles[draw] = oracle(fitted + generator.permuted(residuals, axis=0))
+    p_value = (1 + (oracles >= oracle(gains)).sum()) / (1 + draws)
+    return LuckNull(float(oracles.mean()), float(oracles.std()), float(p_value))

@@ -1,0 +1,113 @@
+"""BlockPilot (arXiv 2606.31315): one block size per prompt, predicted from the target's prefill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from blockpilot.decoding.protocols import Drafter, TargetModel
+from blockpilot.decoding.types import Draft, Plan, Verdict, View
+from blockpilot.errors import UserError
+from blockpilot.hub import folder_of
+from blockpilot.policies.blockpilot_net import (
+    BlockSizeNet,
+    PredictorConfig,
+    features_of,
+    load_predictor,
+    save_predictor,
+)
+
+_RADIUS = 2  # of the untrained predictor
+
+
+class BlockSizePolicy:
+    """Asks a trained predictor once per prompt, inside the timed region.
+
+    `path` is a folder or hub repository that `python -m blockpilot.train` wrote, or `random` for an
+    untrained predictor over B-2..B+2 (offline tests).
+    """
+
+    name = "blockpilot"
+
+    def __init__(self, *, path: str) -> None:
+        self.path = path
+        self.net: BlockSizeNet | None = None
+
+    @classmethod
+    def from_pretrained(cls, path: str) -> Self:
+        """The policy of a folder or repository, its predictor loaded."""
+        policy = cls(path=path)
+        policy.net = load_predictor(folder_of(f"policy {path}", path))
+        return policy
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write a bound or loaded policy's predictor."""
+        assert self.net is not None
+        save_predictor(self.net, Path(folder))
+
+    def bind(self, target: TargetModel, drafter: Drafter) -> None:
+        """Load the predictor; refuse one of another target, vocabulary or drafter (UserError)."""
+        if drafter.trained_block_size is None:
+            raise UserError(f"policy {self.name}: drafter {drafter.name} has no block to size")
+        if self.path == "random":
+            self.net = _random(target, drafter)
+        elif self.net is None:
+            self.net = load_predictor(folder_of(f"policy {self.path}", self.path))
+        config = self.net.config
+        for what, theirs, ours in (
+            ("target", config.target, target.name),
+            ("vocabulary", config.vocab_size, target.embed_rows),
+            ("hidden_size", config.hidden_size, target.config.hidden_size),
+            ("drafter", config.drafter, drafter.fingerprint),
+        ):
+            if theirs != ours:
+                raise UserError(f"policy {self.path}: trained for {what} {theirs}, this is {ours}")
+        self.net.to(target.device).eval().requires_grad_(False)
+        trained = drafter.trained_block_size
+        verify = config.block_mode == "verify"
+        self.plans = [Plan(trained if verify and size > 1 else size, size) for size in config.sizes]
+        self.widest = max(plan.drafted for plan in self.plans)
+
+    def start(self, view: View) -> None:
+        """Choose the size of this prompt."""
+        prefill = view.prefill
+        length = torch.tensor([view.prompt_ids.shape[0]], device=view.prompt_ids.device)
+        scores = self.scores(prefill.logits[-1:], prefill.hidden[-1:], length)
+        self._plan = self.plans[int(scores.argmax())]
+
+    def scores(self, logits: Tensor, hidden: Tensor, n_prompt_tokens: Tensor) -> Tensor:
+        """Scores [P, m] of the sizes for logits [P, V], hidden states [P, D] and lengths [P]."""
+        assert self.net is not None
+        return self.net(features_of(self.net.config.features, logits, hidden, n_prompt_tokens))
+
+    def plan(self, view: View) -> Plan:
+        return self._plan
+
+    def next(self, draft: Draft, view: View) -> Draft:
+        return draft.cut(self._plan.verified - 1)
+
+    def observe(self, verdict: Verdict) -> None:
+        """Learns nothing while decoding."""
+
+
+def _random(target: TargetModel, drafter: Drafter) -> BlockSizeNet:
+    trained = drafter.trained_block_size or 1
+    sizes = tuple(range(max(1, trained - _RADIUS), trained + _RADIUS + 1))
+    config = PredictorConfig(
+        sizes=sizes,
+        block_mode="draft",
+        features="logits",
+        hidden=16,
+        depth=2,
+        dropout=0.0,
+        target=target.name,
+        drafter=drafter.fingerprint,
+        vocab_size=target.embed_rows,
+        hidden_size=target.config.hidden_size,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return BlockSizeNet(config).eval()

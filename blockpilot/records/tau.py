@@ -1,0 +1,75 @@
+"""Tau from record rows: tokens committed per cycle, pooled within a prompt."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from blockpilot.records.schema import PLAIN
+
+
+def with_cycles(records: pd.DataFrame) -> pd.DataFrame:
+    """Rows with status ok, plus n_committed, n_cycles and tau (NaN without a cycle)."""
+    rows = records[records["status"] == "ok"].copy()
+    rows["n_committed"] = [int(np.sum(counts)) for counts in rows["committed"]]
+    rows["n_cycles"] = [len(counts) for counts in rows["committed"]]
+    rows["tau"] = rows["n_committed"] / rows["n_cycles"].where(rows["n_cycles"] > 0)
+    return rows
+
+
+def prompt_tau(records: pd.DataFrame) -> pd.Series:
+    """tau of each prompt, index prompt_id; prompts without a cycle are left out.
+
+    For rows of one method and size.
+    """
+    sums = with_cycles(records).groupby("prompt_id")[["n_committed", "n_cycles"]].sum()
+    sums = sums[sums["n_cycles"] > 0]
+    return sums["n_committed"] / sums["n_cycles"]
+
+
+def tau_by_size(records: pd.DataFrame) -> pd.DataFrame:
+    """Prompts x block sizes -> tau, for the drafted rows of one method family and block mode.
+
+    Prompts that lack a size are left out, so that the columns stay paired.
+    """
+    drafted = records[records["method"] != PLAIN]
+    sizes = {size: prompt_tau(rows) for size, rows in drafted.groupby("block_size")}
+    return pd.DataFrame(sizes).dropna()
+
+
+def best_size(taus: pd.DataFrame) -> pd.Series:
+    """Block size with the highest tau for each row of `tau_by_size`; ties go to the smaller."""
+    return taus[sorted(taus.columns)].idxmax(axis=1)
+
+
+def example_taus(records: pd.DataFrame) -> pd.DataFrame:
+    """(prompt_id, turn) x block sizes -> tau, the mean over seeds and repeats of a row's own.
+
+    Plain decoding is size 1. For rows of one drafter and block mode; examples that lack a size or
+    had no cycle are left out.
+    """
+    rows = with_cycles(records)
+    table = rows.pivot_table(
+        index=["prompt_id", "turn"], columns="block_size", values="tau", aggfunc="mean"
+    )
+    return table.dropna()
+
+
+def half_taus(records: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """`example_taus` over the first and the second half of each answer.
+
+    A cycle belongs to the half in which it starts.
+    """
+    parts = []
+    for second in (False, True):
+        rows = records[records["status"] == "ok"].copy()
+        rows["committed"] = rows["committed"].map(lambda counts, s=second: _half(counts, s))
+        parts.append(example_taus(rows))
+    both = parts[0].index.intersection(parts[1].index)
+    return parts[0].loc[both], parts[1].loc[both]
+
+
+def _half(committed: np.ndarray, second: bool) -> np.ndarray:
+    counts = np.asarray(committed)
+    starts = np.cumsum(counts) - counts
+    return counts[(starts >= counts.sum() / 2) == second]

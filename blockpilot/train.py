@@ -1,0 +1,107 @@
+"""Stage `train`: the predictor of a block size, from labelled examples.
+
+    python -m blockpilot.train dataset=outputs/dataset/<run id>
+    python -m blockpilot.train -m dataset=<folder> predictor.hidden=1024,2048,4096
+
+Learns from the split `policy`, stops by the regret on `validation`, never reads `test`. The
+predictor lies in <paths.outputs>/train/<run id>/predictor/, ready for `policy.path=`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from blockpilot import labels
+from blockpilot.config import TrainConfig
+from blockpilot.errors import UserError
+from blockpilot.paths import conf_dir
+from blockpilot.policies.blockpilot_net import BlockSizeNet, parameters_of, save_predictor
+from blockpilot.prompts.base import POLICY, VALIDATION
+from blockpilot.records.files import make_folder
+from blockpilot.runtime import pick_device, stage
+from blockpilot.tracking import tracked
+from blockpilot.training.examples import Examples, load_examples
+from blockpilot.training.predictor import (
+    PredictorTrainer,
+    data_of,
+    new_config,
+    regret,
+    seconds_per_prediction,
+)
+from blockpilot.training.settings import keep_settings
+
+log = logging.getLogger("blockpilot.train")  # __name__ is __main__ under python -m
+
+
+def run(cfg: TrainConfig) -> Path:
+    """Train, print and save; the predictor's folder."""
+    examples = load_examples(Path(cfg.dataset))
+    learnt, held_out = examples.of(POLICY), examples.of(VALIDATION)
+    for name, part in ((POLICY, learnt), (VALIDATION, held_out)):
+        if len(part) < 2:
+            raise UserError(f"dataset={cfg.dataset}: {len(part)} examples in split {name}")
+    if cfg.shuffle_labels:
+        learnt = shuffled(learnt, cfg.seed)
+    device = pick_device(cfg.device)
+    folder = Path(cfg.paths.outputs) / "train" / cfg.run_id
+    make_folder(folder)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    shaping = {k: v for k, v in settings.items() if k not in ("tracker", "paths", "threads")}
+    keep_settings(folder / "training.json", shaping, what="a predictor")
+    net = BlockSizeNet(new_config(cfg, examples))
+    kind, sharpness = cfg.predictor.features, examples.origin.sharpness
+    train, validation = (data_of(part, kind, sharpness, device) for part in (learnt, held_out))
+    trainer = PredictorTrainer(net, cfg, folder, device)
+    trainer.resume()
+    tracker = instantiate(cfg.tracker, _convert_="all")
+    with tracked(tracker, run_id=cfg.run_id, folder=folder, config=settings, rank=0):
+        trainer.run(train, validation, tracker)
+        save_predictor(net, folder / "predictor")
+        fixed = labels.best_fixed(learnt.gains.numpy())
+        best = validation.gains.max(dim=1).values
+        figures: dict[str, float] = {
+            "best epoch": trainer.best_epoch,
+            "validation regret": regret(trainer.scores(validation.features), validation.gains),
+            "validation regret of the best fixed size": float(
+                (best - validation.gains[:, fixed]).mean()
+            ),
+            "parameters": parameters_of(net),
+            "share of the target's": parameters_of(net) / examples.origin.target_parameters,
+            "ms per prediction": 1e3 * seconds_per_prediction(net, held_out, device),
+        }
+        tracker.summarise(figures)
+    table = Table("predictor", f"{kind}, {cfg.predictor.depth} x {cfg.predictor.hidden}")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")
+    Console().print(table)
+    log.info("predictor in %s", folder / "predictor")
+    return folder / "predictor"
+
+
+def shuffled(examples: Examples, seed: int) -> Examples:
+    """The same prompts with each other's gains: nothing is left to learn."""
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
+    return replace(examples, gains=examples.gains[order])
+
+
+@stage(
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train"),
+    TrainConfig,
+)
+def main(cfg: TrainConfig) -> None:
+    """Entry point."""
+    run(cfg)
+
+
+if __name__ == "__main__":
+    main()

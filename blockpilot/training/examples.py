@@ -1,0 +1,224 @@
+"""Labelled examples of block sizes: what a predictor sees of a prompt, and each size's gain.
+
+Letters: P examples (prompt and turn), V vocabulary rows, D width of the target, m sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from datasets import Dataset, Features, List, Value, load_from_disk
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from blockpilot.decoding.cost import CostCurve
+from blockpilot.errors import UserError
+from blockpilot.prompts.base import DISTILL
+from blockpilot.records.files import make_folder, replace_file
+from blockpilot.records.prefill import read_prefill
+from blockpilot.records.schema import PLAIN
+from blockpilot.records.store import read_manifests
+from blockpilot.records.tau import example_taus, half_taus
+
+_ONE = ("target", "drafter_checkpoint", "block_mode", "trained_block_size", "mode", "dtype")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What all examples of a dataset share."""
+
+    sizes: tuple[int, ...]
+    target: str
+    target_parameters: int
+    drafter: str | None
+    block_mode: str
+    label: str
+    objective: str
+    sharpness: float
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples of one split or of all, in the order of their prompt ids."""
+
+    origin: Origin
+    prompt_id: list[str]
+    prompt_set: list[str]
+    split: list[str]
+    logits: Tensor  # [P, V]
+    hidden: Tensor  # [P, D]
+    n_prompt_tokens: Tensor  # [P]
+    gains: Tensor  # [P, m] tau, or tokens per second
+    first_half: Tensor  # [P, m] the same from the first half of each answer
+    second_half: Tensor  # [P, m]
+
+    def __len__(self) -> int:
+        return len(self.prompt_id)
+
+    def of(self, split: str) -> Examples:
+        """Those of one split."""
+        keep = [index for index, name in enumerate(self.split) if name == split]
+        values: dict[str, Any] = {}
+        for name in ("prompt_id", "prompt_set", "split"):
+            values[name] = [getattr(self, name)[index] for index in keep]
+        for name in _TENSORS:
+            values[name] = getattr(self, name)[keep]
+        return Examples(self.origin, **values)
+
+
+_TENSORS = ("logits", "hidden", "n_prompt_tokens", "gains", "first_half", "second_half")
+
+
+def gather(
+    folders: Sequence[Path],
+    frames: Sequence[pd.DataFrame],
+    *,
+    sizes: Sequence[int] | None,
+    label: str,
+    objective: str,
+    sharpness: float,
+    cost: CostCurve | None,
+) -> Examples:
+    """Examples from the records of runs, one frame per folder; runs may differ in seeds and sets.
+
+    Prompts that a drafter was trained on are left out. Raises UserError when nothing is left, runs
+    differ in what must be one, a size was not measured, or a prompt lies in two splits.
+    """
+    records = pd.concat(frames, ignore_index=True)
+    records = records[(records["status"] == "ok") & (records["split"] != DISTILL)]
+    drafted = records[records["method"] != PLAIN]
+    if drafted.empty:
+        raise UserError("runs: no decoded or replayed prompt outside the distill split")
+    for field in _ONE:
+        values = sorted(map(str, drafted[field].unique()))
+        if len(values) > 1:
+            raise UserError(f"runs differ in {field} ({', '.join(values)}): one dataset, one pair")
+    for prompt, splits in records.groupby("prompt_hash")["split"]:
+        if splits.nunique() > 1:
+            raise UserError(
+                f"prompt {prompt} lies in several splits ({', '.join(sorted(splits.unique()))})"
+            )
+    measured = sorted(int(size) for size in records["block_size"].unique())
+    chosen = sorted(set(sizes)) if sizes else [size for size in measured if size > 1]
+    if missing := sorted(set(chosen) - set(measured)):
+        raise UserError(f"sizes={list(chosen)}: the runs measured {measured}, not {missing}")
+    first = drafted.iloc[0]
+    origin = Origin(
+        sizes=tuple(chosen),
+        target=str(first["target"]),
+        target_parameters=_parameters(folders[0]),
+        drafter=first["drafter_checkpoint"],
+        block_mode=str(first["block_mode"]),
+        label=label,
+        objective=objective,
+        sharpness=sharpness,
+        runs=tuple(map(str, folders)),
+    )
+    tables = [example_taus(records), *half_taus(records)]
+    index = tables[0].index
+    for table in tables[1:]:
+        index = index.intersection(table.index)
+    rows = _one_row_each(folders, frames, index)
+    lengths = rows["n_prompt_tokens"].astype(int).to_numpy()
+    gains = [_gains(table.loc[index, chosen], lengths, objective, cost) for table in tables]
+    prefills = [read_prefill(Path(row["folder"]), row) for _, row in rows.iterrows()]  # type: ignore[arg-type]
+    return Examples(
+        origin,
+        prompt_id=[f"{prompt}#{turn}" if turn else prompt for prompt, turn in index],
+        prompt_set=rows["prompt_set"].tolist(),
+        split=rows["split"].tolist(),
+        logits=torch.stack([prefill.logits for prefill in prefills]),
+        hidden=torch.stack([prefill.hidden for prefill in prefills]),
+        n_prompt_tokens=torch.from_numpy(lengths),
+        gains=gains[0],
+        first_half=gains[1],
+        second_half=gains[2],
+    )
+
+
+def _parameters(run: Path) -> int:
+    """Parameters of the target of a run, by the architecture in its manifest; nothing is loaded."""
+    settings = read_manifests(run)[0]["sessions"][-1]["settings"]
+    values = dict(settings["model"]["architecture"])
+    with torch.device("meta"):
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        return int(AutoModelForCausalLM.from_config(config).num_parameters())
+
+
+def _one_row_each(
+    folders: Sequence[Path], frames: Sequence[pd.DataFrame], index: pd.Index
+) -> pd.DataFrame:
+    """A plain row per example with the folder that its prefill lies in."""
+    tagged = [f.assign(folder=str(d)) for d, f in zip(folders, frames, strict=True)]
+    rows = pd.concat(tagged, ignore_index=True)
+    rows = rows[(rows["method"] == PLAIN) & (rows["status"] == "ok")]
+    rows = rows.drop_duplicates(["prompt_id", "turn"]).set_index(["prompt_id", "turn"], drop=False)
+    return rows.loc[index]
+
+
+def _gains(
+    taus: pd.DataFrame, lengths: np.ndarray, objective: str, cost: CostCurve | None
+) -> Tensor:
+    values = taus.to_numpy(dtype=np.float64)
+    if objective == "throughput":
+        if cost is None:
+            raise UserError("objective=throughput: give cost=<file of python -m blockpilot.cost>")
+        seconds = [[cost.seconds(int(b), int(n)) for b in taus.columns] for n in lengths]
+        values = values / np.array(seconds)
+    return torch.from_numpy(values.copy())
+
+
+def save_examples(examples: Examples, folder: Path) -> None:
+    """Write a `datasets.Dataset` and origin.json; what stood there is replaced when both are done.
+
+    16-bit logits keep all their digits as float16; others are stored as float32.
+    """
+    make_folder(folder)
+    narrow = examples.logits.dtype in (torch.bfloat16, torch.float16)
+    kind = Value("float16" if narrow else "float32")
+    dtype = torch.float16 if narrow else torch.float32
+    columns: dict[str, Any] = {
+        name: getattr(examples, name) for name in ("prompt_id", "prompt_set", "split")
+    }
+    schema: dict[str, Any] = dict.fromkeys(columns, Value("string"))
+    for name in ("logits", "hidden"):
+        columns[name] = list(getattr(examples, name).to(dtype).numpy())
+        schema[name] = List(kind)
+    columns["n_prompt_tokens"], schema["n_prompt_tokens"] = (
+        examples.n_prompt_tokens.tolist(),
+        Value("int32"),
+    )
+    for name in ("gains", "first_half", "second_half"):
+        columns[name], schema[name] = getattr(examples, name).tolist(), List(Value("float64"))
+    scratch = folder / "examples.tmp"
+    Dataset.from_dict(columns, features=Features(schema)).save_to_disk(scratch)
+    shutil.rmtree(folder / "examples", ignore_errors=True)
+    scratch.rename(folder / "examples")
+    text = json.dumps(asdict(examples.origin), indent=1).encode()
+    replace_file(folder / "origin.json", lambda stream: stream.write(text))
+
+
+def load_examples(folder: Path) -> Examples:
+    """What `save_examples` wrote. Raises UserError when the folder holds none."""
+    try:
+        raw = json.loads((folder / "origin.json").read_text(encoding="utf-8"))
+        table = load_from_disk(folder / "examples").with_format("torch")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"dataset={folder}: no examples ({error}); make them with python -m blockpilot.dataset"
+        ) from error
+    for name in ("sizes", "runs"):
+        raw[name] = tuple(raw[name])
+    values: dict[str, Any] = {n: list(table[n]) for n in ("prompt_id", "prompt_set", "split")}
+    columns = table[:]
+    values |= {name: torch.as_tensor(columns[name]) for name in _TENSORS}
+    return Examples(Origin(**raw), **values)

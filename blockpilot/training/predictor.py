@@ -1,0 +1,185 @@
+"""Training of the predictor of a block size (arXiv 2606.31315), with early stopping on regret.
+
+Letters: P examples, F features, m sizes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockpilot import labels
+from blockpilot.config import TrainConfig
+from blockpilot.errors import UserError
+from blockpilot.policies.blockpilot_net import FEATURES, BlockSizeNet, PredictorConfig, features_of
+from blockpilot.records.files import replace_file
+from blockpilot.tracking import Tracker
+from blockpilot.training.examples import Examples
+
+log = logging.getLogger(__name__)
+
+_STANDARDIZED = ("hidden", "summary", "top_k")
+"""Features whose entries differ in scale; the paper's raw logits are read as they are."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Features [P, F], targets [P, m] and gains [P, m] of one split, on the training device."""
+
+    features: Tensor
+    targets: Tensor
+    gains: Tensor
+
+
+def new_config(cfg: TrainConfig, examples: Examples) -> PredictorConfig:
+    """The predictor that a configuration asks for, over the sizes of the examples."""
+    if cfg.predictor.features not in FEATURES:
+        raise UserError(
+            f"predictor.features={cfg.predictor.features}: must be {', '.join(FEATURES)}"
+        )
+    origin = examples.origin
+    return PredictorConfig(
+        sizes=origin.sizes,
+        block_mode=origin.block_mode,
+        features=cfg.predictor.features,
+        hidden=cfg.predictor.hidden,
+        depth=cfg.predictor.depth,
+        dropout=cfg.predictor.dropout,
+        target=origin.target,
+        drafter=origin.drafter,
+        vocab_size=examples.logits.shape[1],
+        hidden_size=examples.hidden.shape[1],
+        label=origin.label,
+        objective=origin.objective,
+        data=cfg.dataset,
+    )
+
+
+def data_of(examples: Examples, features: str, sharpness: float, device: torch.device) -> Data:
+    """One split ready for training."""
+    read = features_of(features, examples.logits, examples.hidden, examples.n_prompt_tokens)
+    gains = examples.gains
+    if examples.origin.label == "argmax":
+        best = torch.from_numpy(labels.argmax_labels(gains.numpy()))
+        targets = F.one_hot(best, gains.shape[1]).float()
+    elif examples.origin.label == "soft":
+        fixed = float(gains.mean(dim=0).max())
+        targets = torch.from_numpy(labels.soft_labels(gains.numpy(), sharpness * fixed)).float()
+    else:
+        targets = gains.float()
+    return Data(read.to(device), targets.to(device), gains.to(device))
+
+
+def regret(scores: Tensor, gains: Tensor) -> float:
+    """Mean gain given away against each prompt's best size."""
+    chosen = gains.gather(1, scores.argmax(dim=1, keepdim=True))[:, 0]
+    return float((gains.max(dim=1).values - chosen).mean())
+
+
+class PredictorTrainer:
+    """Trains a net in float32 under bf16 autocast; keeps the weights of the least regret.
+
+    `resume`, `run` and a checkpoint per tenth of the epochs make an interruptible job of it.
+    """
+
+    def __init__(self, net: BlockSizeNet, cfg: TrainConfig, folder: Path, device: torch.device):
+        self.net, self.cfg, self.device = net.to(device), cfg, device
+        self.checkpoint = folder / "checkpoint.pt"
+        self.optimizer = torch.optim.Adam(net.parameters(), lr=cfg.learning_rate)
+        self.epoch, self.best_epoch, self.best_regret = 0, 0, float("inf")
+        self.best = {key: value.clone() for key, value in net.state_dict().items()}
+
+    def standardize(self, features: Tensor) -> None:
+        """Shift and scale the inputs by the training split's moments, where that is wanted."""
+        if self.net.config.features in _STANDARDIZED:
+            self.net.shift.copy_(features.mean(dim=0))
+            self.net.scale.copy_(1 / features.std(dim=0).clamp_min(1e-6))
+
+    def resume(self) -> None:
+        """Continue from the folder's checkpoint, if there is one."""
+        if not self.checkpoint.exists():
+            return
+        state = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.best_epoch = state["epoch"], state["best_epoch"]
+        self.best_regret, self.best = state["best_regret"], state["best"]
+        log.info("continuing at epoch %d", self.epoch)
+
+    def run(self, train: Data, validation: Data, tracker: Tracker) -> None:
+        """Train to the last epoch and leave the best epoch's weights in the net."""
+        if not self.epoch:
+            self.standardize(train.features)
+        while self.epoch < self.cfg.epochs:
+            loss = self._pass(train)
+            self.epoch += 1
+            scores = self.scores(validation.features)
+            found = regret(scores, validation.gains)
+            if found < self.best_regret:
+                self.best_regret, self.best_epoch = found, self.epoch
+                self.best = {k: v.clone() for k, v in self.net.state_dict().items()}
+            tracker.log({"train/loss": loss, "validation/regret": found}, step=self.epoch)
+            if self.epoch % max(1, self.cfg.epochs // 10) == 0:
+                log.info("epoch %d  loss %.4f  validation regret %.4f", self.epoch, loss, found)
+                self._save()
+        self.net.load_state_dict(self.best)
+        self.net.eval()
+
+    @torch.no_grad()
+    def scores(self, features: Tensor) -> Tensor:
+        """Scores [P, m], as the policy computes them."""
+        self.net.eval()
+        return self.net(features)
+
+    def _pass(self, data: Data) -> float:
+        """One epoch; the mean loss."""
+        self.net.train()
+        total = 0.0
+        for rows in self._batches(len(data.features)):
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                scores = self.net(data.features[rows])
+            if self.net.config.label == "curve":
+                loss = F.mse_loss(scores.float(), data.targets[rows])
+            else:
+                loss = F.cross_entropy(scores.float(), data.targets[rows])
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            total += loss.item() * len(rows)
+        return total / len(data.features)
+
+    def _batches(self, n: int) -> Iterator[Tensor]:
+        """Shuffled batches that follow from (seed, epoch), so a resumed run has the same ones."""
+        generator = torch.Generator().manual_seed(self.cfg.seed * 1_000_003 + self.epoch)
+        torch.manual_seed(self.cfg.seed * 1_000_003 + self.epoch)  # of the dropout
+        yield from torch.randperm(n, generator=generator).to(self.device).split(self.cfg.batch_size)
+
+    def _save(self) -> None:
+        state = {
+            "net": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "epoch": self.epoch,
+            "best_epoch": self.best_epoch,
+            "best_regret": self.best_regret,
+            "best": self.best,
+        }
+        replace_file(self.checkpoint, lambda scratch: torch.save(state, scratch))
+
+
+@torch.no_grad()
+def seconds_per_prediction(net: BlockSizeNet, examples: Examples, device: torch.device) -> float:
+    """Median seconds from a prompt's prefill to its size, as the policy spends them."""
+    one = examples.logits[:1].to(device), examples.hidden[:1].to(device)
+    length, spent = examples.n_prompt_tokens[:1].to(device), []
+    for _ in range(12):
+        begin = time.perf_counter()
+        int(net(features_of(net.config.features, *one, length)).argmax())  # waits for the device
+        spent.append(time.perf_counter() - begin)
+    return sorted(spent[2:])[5]  # the first ones warm up

@@ -1,0 +1,293 @@
+"""From records to a policy: examples, the predictor's training, and the policy in the loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from decoding_kit import PROMPT, plain, sampler
+from records_kit import make_trace
+from stages_kit import composed, performed, sweep_arguments, texts_of, write_prompts
+from test_metrics import frame, row
+
+from blockpilot import dataset, sweep, train
+from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.target import load_target
+from blockpilot.drafters.dflash import DFlashDrafter
+from blockpilot.errors import UserError
+from blockpilot.policies.blockpilot import BlockSizePolicy
+from blockpilot.policies.blockpilot_net import (
+    FEATURES,
+    BlockSizeNet,
+    PredictorConfig,
+    features_of,
+    parameters_of,
+)
+from blockpilot.records.prefill import read_prefill
+from blockpilot.records.tau import example_taus, half_taus
+from blockpilot.tracking import NullTracker
+from blockpilot.training.examples import Examples, Origin, gather, load_examples
+from blockpilot.training.predictor import PredictorTrainer, data_of, new_config, regret
+from blockpilot.verify.chain import verify_chain
+
+SMALL = ["predictor.hidden=16", "epochs=10", "learning_rate=1e-2", "tracker=none", "device=cpu"]
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    """A tiny replayed sweep over prompts of three splits."""
+    texts = [text for split in ("policy", "validation", "test") for text in texts_of(split, 4)]
+    file = write_prompts(folder / "prompts.jsonl", [*texts, *texts_of("distill", 2)])
+    return sweep_arguments(folder, file, "mode=replay", "decoding.max_new_tokens=8", *more)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a sweep, its dataset and a trained predictor lie."""
+    place = tmp_path_factory.mktemp("learning")
+    performed(sweep.run, "sweep", *arguments(place))
+    performed(dataset.run, "dataset", f"runs=[{place}/sweep/run]", *outputs(place))
+    performed(train.run, "train", f"dataset={place}/dataset/run", *SMALL, *outputs(place))
+    return place
+
+
+def outputs(place: Path, run_id: str = "run") -> list[str]:
+    return [f"paths.outputs={place}", f"run_id={run_id}"]
+
+
+def test_examples_are_the_rows_and_prefills_of_the_sweep(folder: Path) -> None:
+    examples = load_examples(folder / "dataset/run")
+    assert examples.split.count("policy") == examples.split.count("test") == 4
+    assert "distill" not in examples.split, "the drafter may have learnt from these"
+    assert examples.origin.sizes == (15, 16, 17)
+    records = pd.read_parquet(folder / "sweep/run/records.parquet")
+    for index, prompt in enumerate(examples.prompt_id):
+        mine = records[records["prompt_id"] == prompt].set_index("block_size")
+        for place, size in enumerate(examples.origin.sizes):
+            counts = mine.loc[size, "committed"]
+            assert examples.gains[index, place] == np.sum(counts) / len(counts)
+        prefill = read_prefill(folder / "sweep/run", mine.loc[1])
+        torch.testing.assert_close(examples.logits[index], prefill.logits.float())
+        torch.testing.assert_close(examples.hidden[index], prefill.hidden.float())
+        assert examples.n_prompt_tokens[index] == mine.loc[1, "n_prompt_tokens"]
+
+
+def test_no_prompt_is_in_two_splits(folder: Path) -> None:
+    examples = load_examples(folder / "dataset/run")
+    assert len(set(examples.prompt_id)) == len(examples)
+    parts = [set(examples.of(name).prompt_id) for name in ("policy", "validation", "test")]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == len(examples)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("sizes=[14,16]", r"sizes=\[14, 16\]: the runs measured \[1, 15, 16, 17\], not \[14\]"),
+        ("objective=throughput", "objective=throughput: give cost="),
+        ("runs=[]", r"runs=\[\]: give the folders of sweeps"),
+        ("runs=[/nowhere]", "/nowhere holds no records"),
+        ("label=best", "label=best: must be argmax, soft, curve"),
+    ],
+)
+def test_mistakes_of_a_dataset_are_one_line(folder: Path, change: str, told: str) -> None:
+    given = [f"runs=[{folder}/sweep/run]", *outputs(folder, "other"), change]
+    with pytest.raises(UserError, match=told) as caught:
+        performed(dataset.run, "dataset", *given)
+    assert "\n" not in str(caught.value)
+
+
+def test_runs_of_different_pairs_or_with_a_prompt_in_two_splits_are_refused(folder: Path) -> None:
+    records = pd.read_parquet(folder / "sweep/run/records.parquet")
+    place = folder / "sweep/run"
+    rest: dict[str, Any] = {
+        "sizes": None,
+        "label": "argmax",
+        "objective": "tau",
+        "sharpness": 0.1,
+        "cost": None,
+    }
+    with pytest.raises(UserError, match="runs differ in target"):
+        gather([place, place], [records, records.assign(target="other")], **rest)
+    moved = records.assign(split=["test", *["policy"] * (len(records) - 1)])
+    with pytest.raises(UserError, match=r"lies in several splits \(policy, test\)"):
+        gather([place], [moved], **rest)
+
+
+def test_taus_are_means_over_seeds_and_halves_split_the_answer() -> None:
+    records = frame(
+        [
+            row("p", 8, make_trace([4, 2]), seed=0),
+            row("p", 8, make_trace([1, 1]), seed=1),
+            row("p", 4, make_trace([2, 2, 1, 1]), seed=0),
+            row("q", 8, make_trace([3]), seed=0),
+        ]
+    )
+    taus = example_taus(records)
+    assert taus.loc[("set/p", 0), 8] == (3 + 1) / 2
+    assert len(taus) == 1, "q lacks a size"
+    first, second = half_taus(records[records["seed"] == 0])
+    assert (first.loc[("set/p", 0), 8], second.loc[("set/p", 0), 8]) == (4, 2)
+    assert (first.loc[("set/p", 0), 4], second.loc[("set/p", 0), 4]) == (2, 1)
+
+
+@pytest.mark.parametrize("label", ["argmax", "soft", "curve"])
+@pytest.mark.parametrize("kind", FEATURES)
+def test_every_input_and_label_trains_and_decodes_plain_decodings_text(
+    folder: Path, tmp_path: Path, kind: str, label: str
+) -> None:
+    given = [f"runs=[{folder}/sweep/run]", f"label={label}", *outputs(tmp_path)]
+    performed(dataset.run, "dataset", *given)
+    options = [*SMALL, "epochs=2", f"predictor.features={kind}"]
+    place = performed(
+        train.run, "train", f"dataset={tmp_path}/dataset/run", *options, *outputs(tmp_path)
+    )
+    target = load_target(composed("sweep", *arguments(tmp_path)))
+    wanted = plain(target, 8, sampler(1.0)).tokens
+    method = Method(
+        DFlashDrafter(checkpoint="random"), BlockSizePolicy(path=str(place)), verify_chain
+    )
+    method.bind(target)
+    trace = decode(target, method, PROMPT, sampler(1.0), 8)
+    assert trace.tokens == wanted
+    assert trace.policy_s > 0
+    assert set(trace.verified) <= {15, 16, 17}
+
+
+def separable(n: int, seed: int) -> Any:
+    """Examples whose best size shows in one logit."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, 12, generator=generator)
+    gains = torch.stack([logits[:, 3], torch.zeros(n), -logits[:, 3]], dim=1).double() + 3
+    origin = Origin((6, 8, 10), "t", 1000, "d", "draft", "argmax", "tau", 0.1, ())
+    names = [str(index) for index in range(n)]
+    return Examples(
+        origin,
+        names,
+        names,
+        ["policy"] * n,
+        logits,
+        torch.randn(n, 4, generator=generator),
+        torch.full((n,), 9),
+        gains,
+        gains,
+        gains,
+    )
+
+
+def test_what_can_be_learnt_is_learnt_and_shuffled_labels_are_not(tmp_path: Path) -> None:
+    cfg = composed(
+        "train", "dataset=x", *SMALL, "epochs=30", "predictor.dropout=0", *outputs(tmp_path)
+    )
+    found = {}
+    for name in ("real", "shuffled"):
+        learnt, held_out = separable(200, 0), separable(200, 1)
+        if name == "shuffled":
+            learnt = train.shuffled(learnt, 0)
+        device = torch.device("cpu")
+        net = BlockSizeNet(new_config(cfg, learnt))
+        trainer = PredictorTrainer(net, cfg, tmp_path / name, device)
+        (tmp_path / name).mkdir()
+        parts = [data_of(part, "logits", 0.1, device) for part in (learnt, held_out)]
+        trainer.run(*parts, NullTracker())
+        test = data_of(separable(400, 2), "logits", 0.1, device)
+        found[name] = regret(trainer.scores(test.features), test.gains)
+    fixed = float((test.gains.max(dim=1).values - test.gains[:, 1]).mean())
+    assert found["real"] < 0.2 * fixed
+    assert found["shuffled"] > 0.6 * fixed
+
+
+def test_an_interrupted_training_ends_with_the_same_bits(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = folder / "train/run/predictor/model.safetensors"
+    one_pass, done = PredictorTrainer._pass, []
+
+    def interrupted(trainer: PredictorTrainer, data: Any) -> float:
+        if len(done) == 5:
+            raise KeyboardInterrupt
+        done.append(trainer.epoch)
+        return one_pass(trainer, data)
+
+    given = [f"dataset={folder}/dataset/run", *SMALL, *outputs(tmp_path)]
+    with monkeypatch.context() as patch:
+        patch.setattr(PredictorTrainer, "_pass", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            performed(train.run, "train", *given)
+    place = performed(train.run, "train", *given)
+    assert (place / "model.safetensors").read_bytes() == whole.read_bytes()
+    with pytest.raises(UserError, match=r"a predictor in .* made with learning_rate=0.01, this"):
+        performed(train.run, "train", *given, "learning_rate=1e-3")
+
+
+def test_a_saved_policy_is_the_same_policy(folder: Path, tmp_path: Path) -> None:
+    policy = BlockSizePolicy.from_pretrained(str(folder / "train/run/predictor"))
+    policy.save_pretrained(tmp_path / "copy")
+    again = BlockSizePolicy.from_pretrained(str(tmp_path / "copy"))
+    examples = load_examples(folder / "dataset/run")
+    read = examples.logits, examples.hidden, examples.n_prompt_tokens
+    assert torch.equal(policy.scores(*read), again.scores(*read))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("target", "other", "trained for target other, this is smollm2-135m"),
+        ("drafter", "other", "trained for drafter other, this is random@"),
+        ("vocab_size", 299, "trained for vocabulary 299, this is 300"),
+        ("hidden_size", 31, "trained for hidden_size 31, this is 32"),
+    ],
+)
+def test_a_policy_of_another_pair_is_refused_by_name(
+    folder: Path, tmp_path: Path, key: str, value: object, told: str
+) -> None:
+    policy = BlockSizePolicy.from_pretrained(str(folder / "train/run/predictor"))
+    policy.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    if key in ("vocab_size", "hidden_size"):
+        raw["features"] = "summary"  # its input width depends on neither
+        policy.net = None
+        small = [*SMALL, "epochs=1", "predictor.features=summary", *outputs(tmp_path)]
+        place = performed(train.run, "train", f"dataset={folder}/dataset/run", *small)
+        (tmp_path / "model.safetensors").write_bytes((place / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, key: value}))
+    target = load_target(composed("sweep", *arguments(tmp_path)))
+    drafter = DFlashDrafter(checkpoint="random")
+    with pytest.raises(UserError, match=told):
+        Method(drafter, BlockSizePolicy(path=str(tmp_path)), verify_chain).bind(target)
+
+
+def test_a_folder_without_a_predictor_is_told_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"policy {tmp_path}: no predictor"):
+        BlockSizePolicy.from_pretrained(str(tmp_path))
+
+
+def test_features_by_hand() -> None:
+    logits = torch.tensor([[2.0, 0.0, 1.0, -1.0]])
+    hidden, length = torch.tensor([[5.0, 6.0]]), torch.tensor([7])
+
+    def read(kind: str) -> torch.Tensor:
+        return features_of(kind, logits, hidden, length)
+
+    p = logits.softmax(-1)[0]
+    assert torch.equal(read("logits"), logits)
+    torch.testing.assert_close(read("softmax")[0], p)
+    torch.testing.assert_close(read("top_k")[0], p.log().sort(descending=True).values)
+    assert torch.equal(read("hidden"), hidden)
+    assert float(read("normalized").mean()) == pytest.approx(0, abs=1e-6)
+    wanted = [-(p * p.log()).sum(), p.max(), 1.0, 1.0, np.log(7)]
+    torch.testing.assert_close(
+        read("summary")[0], torch.tensor(wanted).float(), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_the_papers_net_has_the_papers_size() -> None:
+    """V = 151,936, width 2048, five sizes: 315,373,573 parameters."""
+    config = PredictorConfig(
+        (14, 15, 16, 17, 18), "draft", "logits", 2048, 2, 0.2, "qwen3-4b", None, 151_936, 2560
+    )
+    with torch.device("meta"):
+        assert parameters_of(BlockSizeNet(config)) == 315_373_573
