@@ -1,6 +1,7 @@
 """How fast the core is: parts of a cycle against the floor, peers, replay against decoding.
 
     python scripts/bench.py                       # the local pair
+    python scripts/bench.py engine=compiled       # eager against compiled, alone
     python scripts/bench.py +model=qwen3-4b dtype=bfloat16
 
 Takes the options of `python -m blockpilot.generate`. Prints one table per part and writes all
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 from bench_cycle import bench_cycle
+from bench_engines import bench_engines
 from bench_peers import bench_peers
 from bench_replay import bench_replay
 from rich.console import Console
@@ -51,11 +53,15 @@ def main(overrides: list[str]) -> None:
         f"{pair.cfg.model.name}, {pair.target.dtype}, {pair.target.device}, "
         f"{torch.get_num_threads()} threads"
     )
-    for section in (
-        bench_cycle(pair, methods, prompts[:N_PROMPTS]),
-        bench_peers(pair, methods, prompts[:N_PROMPTS]),
-        bench_replay(pair, plain, prompts),
-    ):
+    parts = [
+        lambda: bench_cycle(pair, methods, prompts[:N_PROMPTS]),
+        lambda: bench_peers(pair, methods, prompts[:N_PROMPTS]),
+        lambda: bench_replay(pair, plain, prompts),
+    ]
+    if pair.cfg.engine == "compiled":
+        parts = [lambda: bench_engines(pair, methods, prompts[:N_PROMPTS])]
+    for part in parts:
+        section = part()
         console.print(section.table)
         figures[section.name] = section.figures
     made_by = {**facts(pair.target.device), "dtype": str(pair.target.dtype)}

@@ -72,7 +72,7 @@ def bench_peers(pair: Pair, methods: dict[str, Method], prompts: list[list[int]]
     `generate` runs greedily with its default cache and stops where it likes, so what counts is the
     time per token.
     """
-    runs: dict[str, Callable[[list[int]], int]] = {
+    runs: dict[str, Callable[[list[int]], list[int]]] = {
         "plain": lambda ids: ours(pair, methods["plain"], ids),
         "generate": lambda ids: theirs(pair, ids),
         "dflash": lambda ids: ours(pair, pair.method, ids),
@@ -85,12 +85,14 @@ def bench_peers(pair: Pair, methods: dict[str, Method], prompts: list[list[int]]
             pair, ids, assistant_model=assistant, speculation_type="dflash"
         )
     per_token: dict[str, list[float]] = {name: [] for name in runs}
+    texts: dict[str, list[list[int]]] = {name: [] for name in runs}
     for number, ids in enumerate([prompts[0], *prompts]):
         for name in list(runs)[:: 1 if number % 2 else -1]:
-            counted: list[int] = []
-            spent = seconds(pair.target.device, lambda: counted.append(runs[name](ids)))  # noqa: B023
+            said: list[list[int]] = []
+            spent = seconds(pair.target.device, lambda: said.append(runs[name](ids)))  # noqa: B023
             if number:
-                per_token[name].append(spent / counted[0])
+                per_token[name].append(spent / len(said[0]))
+                texts[name].append(said[0])
     title = f"whole answers of {N_TOKENS} tokens, prefill included, {len(prompts)} prompts"
     table = Table("", "ms per token", "peer / ours", "95%", title=title)
     figures: dict[str, Any] = {}
@@ -103,19 +105,21 @@ def bench_peers(pair: Pair, methods: dict[str, Method], prompts: list[list[int]]
             ratio = float(np.median(other / mine))
             low, high = bootstrap(lambda r: np.median(r, axis=-1), other / mine)
             cells = [f"{ratio:.2f}", f"{low:.2f}-{high:.2f}"]
+            same = [a == b for a, b in zip(texts[name], texts[peer], strict=True)]
             figures[name] |= {"peer_over_ours": ratio, "low": low, "high": high}
+            figures[name]["same_text"] = sum(same) / len(same)
         table.add_row(name, f"{figures[name]['ms_per_token']:.1f}", *cells)
     table.caption = "peer / ours: median over prompts of their time per token over ours"
     return Section("peers", table, figures)
 
 
-def ours(pair: Pair, method: Method, ids: list[int]) -> int:
+def ours(pair: Pair, method: Method, ids: list[int]) -> list[int]:
     """Tokens that our loop decoded."""
-    return len(decode(pair.target, method, ids, KeyedSampler(), N_TOKENS).tokens)
+    return decode(pair.target, method, ids, KeyedSampler(), N_TOKENS).tokens
 
 
 @torch.inference_mode()
-def theirs(pair: Pair, ids: list[int], **more: Any) -> int:
+def theirs(pair: Pair, ids: list[int], **more: Any) -> list[int]:
     """Tokens that `generate` decoded."""
     pair.target.capture(())
     start = torch.tensor([ids], device=pair.target.device)
@@ -126,4 +130,5 @@ def theirs(pair: Pair, ids: list[int], **more: Any) -> int:
         do_sample=False,
         **more,
     )
-    return int(output.shape[1]) - len(ids)
+    tokens: list[int] = output[0, len(ids) :].tolist()
+    return tokens

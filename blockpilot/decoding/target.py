@@ -55,10 +55,11 @@ class Target:
         self.config = model.config.get_text_config()
         self.device, self.dtype = model.device, model.dtype
         self.layers: nn.ModuleList = model.get_decoder().layers
-        self.stop_ids = frozenset(_stop_ids(model, tokenizer))
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 1 << 30)
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         self.embed_rows: int = self._embedding.weight.shape[0]
+        # An id past the embedding can be declared but never said.
+        self.stop_ids = frozenset(i for i in _stop_ids(model, tokenizer) if i < self.embed_rows)
         self._tap: FeatureTap | None = None
         self.head_input: Tensor  # [R, n, D] of the last forward
         self._head.register_forward_pre_hook(self._keep_head_input)
