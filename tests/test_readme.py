@@ -10,11 +10,23 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from blockpilot.config import DistillConfig, GenerateConfig, StageConfig, SweepConfig, typed
+from blockpilot.config import (
+    CostConfig,
+    DatasetConfig,
+    DistillConfig,
+    GenerateConfig,
+    JobConfig,
+    SweepConfig,
+    TrainConfig,
+    typed,
+)
 from blockpilot.paths import conf_dir
 
 ROOT = Path(__file__).parents[1]
-SCHEMAS: dict[str, type[StageConfig]] = {
+SCHEMAS: dict[str, type[JobConfig]] = {
+    "cost": CostConfig,
+    "dataset": DatasetConfig,
+    "train": TrainConfig,
     "sweep": SweepConfig,
     "distill": DistillConfig,
     "generate": GenerateConfig,
