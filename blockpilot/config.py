@@ -177,6 +177,14 @@ class TrainConfig(JobConfig):
 
 
 @dataclass
+class EvaluateConfig(JobConfig):
+    """Schema of conf/evaluate.yaml."""
+
+    dataset: str
+    policies: list[str]
+
+
+@dataclass
 class ResponsesConfig:
     """How the target answers the prompts that a drafter learns from."""
 

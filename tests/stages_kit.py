@@ -20,6 +20,7 @@ from blockpilot.config import (
     CostConfig,
     DatasetConfig,
     DistillConfig,
+    EvaluateConfig,
     GenerateConfig,
     JobConfig,
     SweepConfig,
@@ -56,6 +57,7 @@ SCHEMAS = {
     "cost": CostConfig,
     "dataset": DatasetConfig,
     "train": TrainConfig,
+    "evaluate": EvaluateConfig,
 }
 Result = TypeVar("Result")
 

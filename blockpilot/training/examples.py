@@ -138,7 +138,7 @@ def gather(
         split=rows["split"].tolist(),
         logits=torch.stack([prefill.logits for prefill in prefills]),
         hidden=torch.stack([prefill.hidden for prefill in prefills]),
-        n_prompt_tokens=torch.from_numpy(lengths),
+        n_prompt_tokens=torch.tensor(lengths),
         gains=gains[0],
         first_half=gains[1],
         second_half=gains[2],

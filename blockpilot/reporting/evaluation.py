@@ -1,0 +1,102 @@
+"""What choosing a size per prompt buys, on prompts that no stage has seen, and what luck would.
+
+Gains [P, m] are tau, or tokens per second, of P test prompts at m sizes; a method is the gain [P]
+that it got on each. Everything is compared with one fixed size, chosen before, prompt by prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from rich.table import Table
+
+from blockpilot import labels
+from blockpilot.reporting.metrics import bootstrap, mean
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_POWER = 1.96 + 0.84  # two-sided 5%, power 80%
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Of the test prompts: from whole answers and from each half of them, [P, m] each."""
+
+    whole: Floats
+    first: Floats
+    second: Floats
+
+
+def evaluate(gains: Gains, fixed: int, choices: Mapping[str, Ints]) -> pd.DataFrame:
+    """One line per method: mean gain, what it adds to the fixed size's, how sure that is.
+
+    `fixed` is the index of the size that was best on the policy split, `choices` are the indices
+    [P] that policies chose. Columns: method, gain, difference with difference_low/high (95%,
+    bootstrap over prompts, paired), detectable (the smallest difference that this many prompts show
+    in four of five trials), recovered (share of the cross-fitted oracle's gain; NaN where that
+    gains nothing), accuracy (share of prompts whose best size was chosen) and regret.
+    """
+    whole, n = gains.whole, len(gains.whole)
+    rows = np.arange(n)
+    best = labels.argmax_labels(whole)
+    base, everywhere = whole[:, fixed], np.full(n, fixed)
+    halves = (gains.first, gains.second), (gains.second, gains.first)
+    crossed = np.mean([scored[rows, labels.argmax_labels(on)] for on, scored in halves], axis=0)
+    crossed_base = (gains.first[:, fixed] + gains.second[:, fixed]) / 2
+    room = float((crossed - crossed_base).mean())
+    lines = [_line("best fixed", base, base, whole, everywhere)]
+    for name, chosen in choices.items():
+        values = whole[rows, chosen]
+        recovered = float((values - base).mean()) / room if room > 0 else float("nan")
+        lines.append(_line(name, values, base, whole, chosen) | {"recovered": recovered})
+    lines.append(_line("uniform random", whole.mean(axis=1), base, whole, None))
+    # Halves have taus of their own, so this line compares with the fixed size on halves.
+    lines.append(_line("cross-fitted oracle", crossed, crossed_base, whole, None))
+    lines.append(_line("oracle", whole[rows, best], base, whole, best))
+    return pd.DataFrame(lines)
+
+
+def _line(
+    name: str, values: Floats, base: Floats, whole: Floats, chosen: Ints | None
+) -> dict[str, float | str]:
+    difference = values - base
+    low, high = bootstrap(mean, difference)
+    spread = float(difference.std(ddof=1)) if len(difference) > 1 else float("nan")
+    line: dict[str, float | str] = {
+        "method": name,
+        "gain": float(values.mean()),
+        "difference": float(difference.mean()),
+        "difference_low": low,
+        "difference_high": high,
+        "detectable": _POWER * spread / np.sqrt(len(difference)),
+        "recovered": float("nan"),
+        "accuracy": float("nan"),
+        "regret": float("nan"),
+    }
+    if chosen is not None:
+        line["accuracy"] = float((chosen == labels.argmax_labels(whole)).mean())
+        line["regret"] = float((whole.max(axis=1) - values).mean())
+    return line
+
+
+def evaluation_table(lines: pd.DataFrame, title: str, unit: str) -> Table:
+    """A frame of `evaluate` for the terminal."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("method")
+    for header in (unit, "over best fixed, 95%", "detectable", "recovered", "accuracy", "regret"):
+        table.add_column(header, justify="right")
+    for line in lines.to_dict("records"):
+        interval = f"{line['difference_low']:+.3f} to {line['difference_high']:+.3f}"
+        shown = [f"{line['gain']:.3f}", f"{line['difference']:+.3f} ({interval})"]
+        shown.append(f"{line['detectable']:.3f}")
+        for name, form in (("recovered", ".0%"), ("accuracy", ".0%"), ("regret", ".3f")):
+            shown.append("-" if np.isnan(line[name]) else format(line[name], form))
+        if line["method"] == "best fixed":
+            shown[1:3] = ["-", "-"]
+        table.add_row(str(line["method"]), *shown)
+    return table

@@ -1,0 +1,97 @@
+"""Evaluation on unseen prompts: by hand, on gains that can and cannot be learnt, and as a stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from stages_kit import performed
+from test_labels import halves
+from test_learning import SMALL, folder, outputs
+
+from blockpilot import dataset, evaluate, train
+from blockpilot.errors import UserError
+from blockpilot.reporting.evaluation import Gains
+from blockpilot.reporting.evaluation import evaluate as score
+
+__all__ = ["folder"]  # the fixture
+
+
+def lines_of(gains: Gains, fixed: int, **choices: list[int]) -> pd.DataFrame:
+    table = score(gains, fixed, {name: np.array(sizes) for name, sizes in choices.items()})
+    return table.set_index("method")
+
+
+def test_by_hand() -> None:
+    whole = np.array([[1.0, 3.0], [2.0, 1.0], [1.0, 2.0]])
+    first = np.array([[1.0, 3.0], [2.0, 1.0], [2.0, 1.0]])
+    second = np.array([[1.0, 2.0], [1.0, 3.0], [2.0, 3.0]])
+    found = lines_of(Gains(whole, first, second), 1, mine=[1, 0, 0], best=[1, 0, 1])
+    assert found.loc["best fixed", "gain"] == 2
+    assert found.loc["best fixed", "difference"] == 0
+    assert found.loc["mine", "gain"] == pytest.approx((3 + 2 + 1) / 3)
+    assert found.loc["mine", "accuracy"] == pytest.approx(2 / 3)
+    assert found.loc["mine", "regret"] == pytest.approx(1 / 3)
+    assert found.loc["oracle", "gain"] == found.loc["best", "gain"] == pytest.approx(7 / 3)
+    assert found.loc["oracle", "regret"] == 0
+    assert found.loc["uniform random", "gain"] == pytest.approx(np.mean(whole))
+    # Chosen on the first half: 2, 1, 2 on the second; chosen on the second: 3, 1, 1 on the first.
+    assert found.loc["cross-fitted oracle", "gain"] == pytest.approx((2 + 1 + 2 + 3 + 1 + 1) / 6)
+    fixed_on_halves = (3 + 1 + 1 + 2 + 3 + 3) / 6
+    room = found.loc["cross-fitted oracle", "gain"] - fixed_on_halves
+    assert found.loc["cross-fitted oracle", "difference"] == pytest.approx(room)
+    assert room < 0
+    assert np.isnan(found.loc["mine", "recovered"]), "nothing to recover a share of"
+
+
+def test_a_real_preference_counts_and_luck_does_not() -> None:
+    for signal, learnt in ((0.0, False), (1.0, True)):
+        first, second = halves(400, 5, 3, signal)
+        whole = (first + second) / 2
+        liked = second.argmax(axis=1) if signal else np.random.default_rng(0).integers(5, size=400)
+        found = lines_of(Gains(whole, first, second), 2, policy=list(liked))
+        low, high = found.loc["policy", ["difference_low", "difference_high"]]
+        assert (low > 0) == learnt
+        assert found.loc["oracle", "difference"] > 0.2, "of luck, where there is nothing else"
+        crossed = found.loc["cross-fitted oracle"]
+        assert (crossed["difference_low"] > 0.3) == learnt
+        assert low < found.loc["policy", "difference"] < high
+
+
+def test_the_detectable_difference_shrinks_with_the_root_of_the_prompts() -> None:
+    found = []
+    for n in (100, 400):
+        first, second = halves(n, 3, 0)
+        table = lines_of(Gains(first, first, second), 0, policy=[1] * n)
+        found.append(table.loc["policy", "detectable"])
+    assert found[0] / found[1] == pytest.approx(2, rel=0.15)
+
+
+def test_the_stage_scores_predictors_on_the_test_split(folder: Path) -> None:
+    predictor = folder / "train/run/predictor"
+    given = [f"dataset={folder}/dataset/run", f"policies=[{predictor}]", *outputs(folder)]
+    table = performed(evaluate.run, "evaluate", *given)
+    assert set(table["method"]) == {
+        "best fixed",
+        "run",
+        "uniform random",
+        "cross-fitted oracle",
+        "oracle",
+    }
+    assert set(table["prompt_set"]) == {"local", "all"}
+    assert (table["prompts"] == 4).all()
+    stored = pd.read_csv(folder / "evaluate/run/evaluation.csv")
+    pd.testing.assert_frame_equal(stored, table, check_dtype=False)
+
+
+def test_predictors_of_other_sizes_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    given = [f"runs=[{folder}/sweep/run]", "sizes=[15,17]", *outputs(tmp_path)]
+    performed(dataset.run, "dataset", *given)
+    place = performed(
+        train.run, "train", f"dataset={tmp_path}/dataset/run", *SMALL, *outputs(tmp_path)
+    )
+    given = [f"dataset={folder}/dataset/run", f"policies=[{place}]", *outputs(tmp_path)]
+    with pytest.raises(UserError, match=r"trained for sizes \(15, 17\), the dataset has \(15, 16"):
+        performed(evaluate.run, "evaluate", *given)
