@@ -124,6 +124,13 @@ class ReplayConfig:
 
 
 @dataclass
+class PolicyPath:
+    """Where a trained policy lies."""
+
+    path: str | None
+
+
+@dataclass
 class SweepConfig(StageConfig):
     """Schema of conf/sweep.yaml."""
 
@@ -134,6 +141,8 @@ class SweepConfig(StageConfig):
     cost: str | None  # file of a cost curve, for predicted times
     prompts: PromptsConfig
     drafter: Any
+    policy: PolicyPath
+    methods: dict[str, Any]  # policies beside the fixed sizes, by the name of the method
     tracker: Any
     radius: int
     sizes: list[int]

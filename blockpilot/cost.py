@@ -36,7 +36,7 @@ from blockpilot.provenance import facts
 from blockpilot.records.files import make_folder, replace_file
 from blockpilot.reporting.tables import show_plan
 from blockpilot.runtime import stage
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 log = logging.getLogger("blockpilot.cost")  # __name__ is __main__ under python -m
 
@@ -78,7 +78,7 @@ def cost_methods(
     methods = {}
     for size in sizes:
         policy = FixedPolicy(block_size=size, block_mode=cfg.block_mode)
-        methods[size] = Method(NoDrafter() if size == 1 else drafter, policy, verify_chain)
+        methods[size] = Method(NoDrafter() if size == 1 else drafter, policy, verify)
         methods[size].bind(target)
     return methods
 

@@ -59,7 +59,7 @@ from blockpilot.training.responses import (
     write_responses,
 )
 from blockpilot.training.trainer import DrafterTrainer
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 log = logging.getLogger("blockpilot.distill")  # __name__ is __main__ under python -m
 
@@ -278,7 +278,7 @@ def held_out_taus(
 ) -> dict[str, float]:
     """Macro tau per prompt set at the trained size, by the decode loop, on validation prompts."""
     policy = FixedPolicy(block_size=cfg.new_drafter.block_size, block_mode="draft")
-    method = Method(DFlashDrafter(checkpoint=str(drafter)), policy, verify_chain)
+    method = Method(DFlashDrafter(checkpoint=str(drafter)), policy, verify)
     method.bind(target)
     taus = {}
     for name, group in _by_set(prompts, VALIDATION).items():

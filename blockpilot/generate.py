@@ -33,7 +33,7 @@ from blockpilot.paths import conf_dir
 from blockpilot.prompts.base import UNASSIGNED, Prompt
 from blockpilot.prompts.render import render
 from blockpilot.runtime import stage
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Pair:
         self.cfg = cfg
         drafter = instantiate(cfg.drafter, _convert_="all")
         policy = instantiate(cfg.policy, _convert_="all")
-        self.method = Method(drafter, policy, verify_chain)
+        self.method = Method(drafter, policy, verify)
         self.target = with_engine(load_target(cfg), cfg.engine)
         self.method.bind(self.target)
 

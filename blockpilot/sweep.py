@@ -43,7 +43,7 @@ from blockpilot.sweeping.plan import sweep_plan
 from blockpilot.sweeping.replayed import ReplayedSweep
 from blockpilot.sweeping.rows import Rows
 from blockpilot.tracking import tracked
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 log = logging.getLogger("blockpilot.sweep")  # __name__ is __main__ under python -m
 
@@ -108,6 +108,9 @@ def new_sweep(
     folder: Path,
 ) -> DecodedSweep | ReplayedSweep:
     """The sweep of the mode asked for; a drafter that cannot be replayed is decoded, told so."""
+    if cfg.mode == "replay" and cfg.methods:
+        names = ", ".join(map(str, cfg.methods))
+        raise UserError(f"method=[{names}]: only fixed sizes are replayed; set mode=decode")
     if cfg.mode == "replay" and drafter.replayable:
         cost = (
             None
@@ -123,12 +126,12 @@ def new_sweep(
 
 
 def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[str, Method]:
-    """Plain decoding and the drafter at every size, by name; bound to the target.
+    """Plain decoding, the drafter at every size and under further policies; bound to the target.
 
     Sizes are B-k..B+k around the trained block size B, clipped to what is possible, and those
     listed. Size 1 is plain decoding.
     """
-    plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode=cfg.block_mode), verify_chain)
+    plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode=cfg.block_mode), verify)
     methods = {PLAIN: plain}
     trained = drafter.trained_block_size
     sizes = set(cfg.sizes)
@@ -139,7 +142,11 @@ def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[st
         raise UserError(f"sizes={list(cfg.sizes)}: drafter {drafter.name} has no block size but 1")
     for size in sorted(sizes - {1}):
         policy = FixedPolicy(block_size=size, block_mode=cfg.block_mode)
-        methods[f"{drafter.name}{size}"] = Method(drafter, policy, verify_chain)
+        methods[f"{drafter.name}{size}"] = Method(drafter, policy, verify)
+    for name, each in cfg.methods.items():
+        if name in methods:
+            raise UserError(f"methods: {name} is a fixed size of this sweep already")
+        methods[str(name)] = Method(drafter, instantiate(each, _convert_="all"), verify)
     for method in methods.values():
         method.bind(target)
     return methods

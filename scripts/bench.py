@@ -31,7 +31,7 @@ from blockpilot.prompts.render import render
 from blockpilot.provenance import facts
 from blockpilot.records.files import make_folder, replace_file
 from blockpilot.runtime import run_id
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 N_PROMPTS, N_REPLAYED = 8, 16
 FORMATS = dict.fromkeys(("maths", "chat", "code"), "{turn}")
@@ -40,7 +40,7 @@ FORMATS = dict.fromkeys(("maths", "chat", "code"), "{turn}")
 def main(overrides: list[str]) -> None:
     """Measure, print, write."""
     pair = open_pair(*overrides)
-    plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify_chain)
+    plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
     plain.bind(pair.target)
     methods = {"plain": plain, "drafter": pair.method}
     questions = BundledSet(name="bundled", held_out=False, formats=FORMATS).load()

@@ -18,7 +18,7 @@ from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.types import Plan, Trace
 from blockpilot.generate import Pair
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 N_TOKENS, RADIUS = 128, 2
 
@@ -31,7 +31,7 @@ def bench_replay(pair: Pair, plain: Method, prompts: list[list[int]]) -> Section
     methods: dict[Plan, Method] = {Plan(1, 1): plain}
     for size in range(trained - RADIUS, trained + RADIUS + 1):
         policy = FixedPolicy(block_size=size, block_mode="draft")
-        methods[Plan(size, size)] = Method(drafter, policy, verify_chain)
+        methods[Plan(size, size)] = Method(drafter, policy, verify)
         methods[Plan(size, size)].bind(target)
     sampler = KeyedSampler(prompt_hashes=[""] * len(prompts))
     said: list[Answer] = []

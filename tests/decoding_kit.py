@@ -15,7 +15,7 @@ from blockpilot.decoding.target import Target, byte_tokenizer
 from blockpilot.decoding.types import Draft, Trace, Verdict, View
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 VOCAB = 61
 KINDS = ("llama", "qwen3", "mistral")  # mistral with a sliding window
@@ -130,7 +130,7 @@ def plain(
 ) -> Trace:
     """Plain decoding."""
     policy = FixedPolicy(block_size=1, block_mode="draft")
-    method = Method(NoDrafter(), policy, verify_chain)
+    method = Method(NoDrafter(), policy, verify)
     method.bind(target)
     return decode(target, method, prompt, choose or sampler(), budget)
 
@@ -145,6 +145,6 @@ def scripted(
 ) -> Trace:
     """Decoding with a scripted drafter."""
     drafter = ScriptedDrafter(gold, wrong)
-    method = Method(drafter, FixedPolicy(block_size=block_size, block_mode="draft"), verify_chain)
+    method = Method(drafter, FixedPolicy(block_size=block_size, block_mode="draft"), verify)
     method.bind(target)
     return decode(target, method, PROMPT, choose or sampler(), budget)

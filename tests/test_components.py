@@ -10,10 +10,18 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from stages_kit import SCHEMAS, composed
 
+from blockpilot.config import StageConfig
 from blockpilot.paths import conf_dir
 
 STAGE = re.compile(r"-m blockpilot\.(\w+) (?:.*)\bexperiment=([\w-]+)")
-GROUPS = {"prompts": "sweep", "drafter": "sweep", "tracker": "sweep", "policy": "generate"}
+GROUPS = {
+    "prompts": "sweep",
+    "drafter": "sweep",
+    "tracker": "sweep",
+    "policy": "generate",
+    "method": "sweep",
+}
+LOADS_A_TARGET = [stage for stage, schema in SCHEMAS.items() if issubclass(schema, StageConfig)]
 COMPONENTS = [
     (group, file.stem) for group in GROUPS for file in sorted((conf_dir() / group).glob("*.yaml"))
 ]
@@ -24,10 +32,12 @@ METHODS = {
     "drafter": ("bind", "start", "draft", "observe"),
     "tracker": ("start", "log", "summarise", "finish"),
     "policy": ("bind", "start", "plan", "next", "observe"),
+    "method": ("bind", "start", "plan", "next", "observe"),
 }
+PATH = {"policy-blockpilot": ["policy.path=x"], "method-blockpilot": ["policy.path=x"]}
 
 
-@pytest.mark.parametrize("stage", SCHEMAS)
+@pytest.mark.parametrize("stage", LOADS_A_TARGET)
 @pytest.mark.parametrize("model", sorted(f.stem for f in (conf_dir() / "model").glob("*.yaml")))
 def test_every_stage_composes_with_every_model(stage: str, model: str) -> None:
     cfg = composed(stage, "run_id=run", f"+model={model}")
@@ -39,15 +49,17 @@ def test_every_stage_composes_with_every_model(stage: str, model: str) -> None:
 @pytest.mark.parametrize(("group", "name"), COMPONENTS)
 def test_a_component_composes_and_can_be_built(group: str, name: str) -> None:
     """Nothing is read or loaded by building: that is what `load`, `bind` and `start` are for."""
-    choice = f"{group}=[{name}]" if group == "prompts" else f"{group}={name}"
-    cfg = composed(GROUPS[group], "run_id=run", choice)
-    node = cfg.prompts.sets[name] if group == "prompts" else cfg[group]
+    merged = {"prompts": "prompts.sets", "method": "methods"}  # groups that several files fill
+    choice = f"{group}=[{name}]" if group in merged else f"{group}={name}"
+    cfg = composed(GROUPS[group], "run_id=run", choice, *PATH.get(f"{group}-{name}", []))
+    node = OmegaConf.select(cfg, merged.get(group, group))
+    if group in merged:
+        assert list(node) == [name]
+        node = node[name]
     part = instantiate(node, _convert_="all")
     for method in METHODS[group]:
         assert callable(getattr(part, method))
-    if group == "prompts":
-        assert list(cfg.prompts.sets) == [part.name] == [name]
-    elif group != "tracker":
+    if group not in ("tracker", "method"):  # a method may be one of several of a policy
         assert part.name == name
 
 

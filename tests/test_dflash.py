@@ -24,7 +24,7 @@ from blockpilot.decoding.types import Draft, Forward, Plan, Trace, Verdict, View
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 TRAINED = 5
 MASK = VOCAB - 1
@@ -78,7 +78,7 @@ def run(
     prompt: list[int] = PROMPT,
 ) -> Trace:
     """Decoding with one size."""
-    method = Method(drafter, FixedPolicy(block_size=block_size, block_mode=mode), verify_chain)
+    method = Method(drafter, FixedPolicy(block_size=block_size, block_mode=mode), verify)
     method.bind(target)
     return decode(target, method, prompt, choose or sampler(), budget)
 
@@ -279,7 +279,7 @@ def test_cycles_without_a_draft_lose_no_context() -> None:
         return draft
 
     drafter.draft = spying  # type: ignore[method-assign]
-    method = Method(drafter, Alternating(block_size=TRAINED, block_mode="draft"), verify_chain)
+    method = Method(drafter, Alternating(block_size=TRAINED, block_mode="draft"), verify)
     method.bind(target)
     trace = decode(target, method, prompt, sampler(), 20)
     assert trace.tokens == plain(target, 20, prompt=prompt).tokens

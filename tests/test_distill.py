@@ -36,7 +36,7 @@ from blockpilot.tracking import NullTracker
 from blockpilot.training.corpus import Corpus
 from blockpilot.training.responses import Request, ResponseSettings, shard_file, write_responses
 from blockpilot.training.trainer import DrafterTrainer, replayed_tau
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 HEART = ["training.steps=60", "training.sequences_per_step=4", "training.anchors_per_sequence=16"]
 
@@ -131,7 +131,7 @@ def test_the_walk_over_stored_answers_gives_the_loops_tau(
 ) -> None:
     target = exact_target(run)
     drafter = DFlashDrafter(checkpoint=str(run.drafter))
-    method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"), verify_chain)
+    method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"), verify)
     method.bind(target)
     assert drafter.network is not None
     settings = ResponseSettings("t", None, "float64", temperature, 0, 12, (2,), 9)

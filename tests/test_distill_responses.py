@@ -32,7 +32,7 @@ from blockpilot.training.responses import (
     write_responses,
 )
 from blockpilot.training.trainer import features_of
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 LAYERS = (1, 2)
 BUDGET = 16
@@ -65,7 +65,7 @@ def respond(
 
 def decoded(target: Target, request: Request, temperature: float) -> list[int]:
     """Plain decoding by the loop."""
-    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify_chain)
+    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
     method.bind(target)
     sampler = KeyedSampler(temperature=temperature, seed=3, prompt_hashes=[request.prompt.hash])
     return decode(target, method, request.ids, sampler, BUDGET).tokens
@@ -206,7 +206,7 @@ def test_prompts_that_the_target_writes_itself_continue_an_empty_user_turn() -> 
         assert all(text.strip() == text != "" for text in written)
         head = target.tokenizer("<user>", add_special_tokens=False)["input_ids"]
         sampler = KeyedSampler(temperature=1.0, seed=0, prompt_hashes=["self-written/0"])
-        method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify_chain)
+        method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
         method.bind(target)
         tokens = decode(target, method, head, sampler, 64).tokens
         assert tokens[-1] in target.stop_ids

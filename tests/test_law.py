@@ -20,7 +20,7 @@ from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.target import Target
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 DRAFTERS = sorted((conf_dir() / "drafter").glob("*.yaml"))
 POLICIES = sorted((conf_dir() / "policy").glob("*.yaml"))
@@ -31,9 +31,9 @@ BUDGET = 16
 def build(file: Path, **values: object) -> object:
     """The component of a YAML file, with the values that its interpolations want."""
     root = OmegaConf.create({"model": {"drafters": {"dflash": "random", "eagle3": "random"}}})
-    part = OmegaConf.load(file)
-    for key in OmegaConf.missing_keys(part):  # weights that the user has to name
-        part[key] = "random"
+    part: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    # Weights that the user has to name.
+    part = {key: "random" if value == "???" else value for key, value in part.items()}
     node = OmegaConf.merge(root, values, {"part": part})
     return instantiate(node.part, _convert_="all")
 
@@ -46,9 +46,9 @@ def bound_methods(drafter_file: Path, policy: Path, target: Target) -> Iterator[
             continue  # refused by name, see test_faults
         for size in SIZES:
             part: Any = build(policy, block_size=size, block_mode=mode)
-            method = Method(drafter, part, verify_chain)
-            if part.name == "blockpilot" and drafter.trained_block_size is None:
-                with pytest.raises(UserError, match="drafter none has no block to size"):
+            method = Method(drafter, part, verify)
+            if drafter.trained_block_size is None and part.name != "fixed":
+                with pytest.raises(UserError, match="drafter none has no"):
                     method.bind(target)
                 continue
             method.bind(target)

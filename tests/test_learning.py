@@ -33,7 +33,7 @@ from blockpilot.records.tau import example_taus, half_taus
 from blockpilot.tracking import NullTracker
 from blockpilot.training.examples import Examples, Origin, gather, load_examples
 from blockpilot.training.predictor import PredictorTrainer, data_of, new_config, regret
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 SMALL = ["predictor.hidden=16", "epochs=10", "learning_rate=1e-2", "tracker=none", "device=cpu"]
 
@@ -147,9 +147,7 @@ def test_every_input_and_label_trains_and_decodes_plain_decodings_text(
     )
     target = load_target(composed("sweep", *arguments(tmp_path)))
     wanted = plain(target, 8, sampler(1.0)).tokens
-    method = Method(
-        DFlashDrafter(checkpoint="random"), BlockSizePolicy(path=str(place)), verify_chain
-    )
+    method = Method(DFlashDrafter(checkpoint="random"), BlockSizePolicy(path=str(place)), verify)
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(1.0), 8)
     assert trace.tokens == wanted
@@ -257,7 +255,7 @@ def test_a_policy_of_another_pair_is_refused_by_name(
     target = load_target(composed("sweep", *arguments(tmp_path)))
     drafter = DFlashDrafter(checkpoint="random")
     with pytest.raises(UserError, match=told):
-        Method(drafter, BlockSizePolicy(path=str(tmp_path)), verify_chain).bind(target)
+        Method(drafter, BlockSizePolicy(path=str(tmp_path)), verify).bind(target)
 
 
 def test_a_folder_without_a_predictor_is_told_in_one_line(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from blockpilot.decoding.types import Draft, Verdict, View
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy, block_plan
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 LONG = 48
 
@@ -85,7 +85,7 @@ def test_f4_a_block_larger_than_the_budget(gold: list[int], block_size: int) -> 
 
 def test_f4_budget_of_one_calls_no_drafter(gold: list[int]) -> None:
     drafter = ScriptedDrafter(gold, perfect)
-    method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"), verify_chain)
+    method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"), verify)
     method.bind(tiny_target())
     decode(tiny_target(), method, PROMPT, sampler(), 1)
     assert drafter.calls == 0
@@ -116,7 +116,7 @@ def test_f6_cache_holds_all_committed_tokens_but_the_anchor(gold: list[int]) -> 
     lengths: list[tuple[int, int]] = []
 
     def spying(target, cache, view, draft, choose):  # type: ignore[no-untyped-def]
-        verdict = verify_chain(target, cache, view, draft, choose)
+        verdict = verify(target, cache, view, draft, choose)
         lengths.append((cache.length, view.position + len(verdict.tokens)))
         return verdict
 
@@ -150,7 +150,7 @@ def test_f9_filters_shift_both_sides_alike(filters: dict[str, float]) -> None:
 
 def test_f10_block_size_one_is_plain_decoding(gold: list[int]) -> None:
     drafter = ScriptedDrafter(gold, perfect)
-    method = Method(drafter, FixedPolicy(block_size=1, block_mode="draft"), verify_chain)
+    method = Method(drafter, FixedPolicy(block_size=1, block_mode="draft"), verify)
     method.bind(tiny_target())
     trace = decode(tiny_target(), method, PROMPT, sampler(1.0), LONG)
     assert trace.tokens == gold
@@ -169,7 +169,7 @@ def test_f10_impossible_sizes_are_refused(size: int, mode: str, trained: int) ->
 def test_verify_mode_without_a_trained_size_is_refused() -> None:
     policy = FixedPolicy(block_size=4, block_mode="verify")
     with pytest.raises(UserError, match="trained block size"):
-        Method(NoDrafter(), policy, verify_chain).bind(tiny_target())
+        Method(NoDrafter(), policy, verify).bind(tiny_target())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -183,7 +183,7 @@ def test_f15_oracle_tau_is_the_block_size(tied: bool, padded_rows: int) -> None:
 
 
 def test_f18_a_batch_is_refused_before_any_forward() -> None:
-    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify_chain)
+    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
     with pytest.raises(UserError, match="one prompt at a time"):
         decode(tiny_target(), method, [PROMPT, PROMPT], sampler(), 4)  # type: ignore[list-item]
 
@@ -235,9 +235,7 @@ def test_f22_parts_sum_to_the_total(gold: list[int]) -> None:
             torch.randn(200, 200) @ torch.randn(200, 200)
             return super().draft(view, n_slots)
 
-    method = Method(
-        Slow(gold, perfect), FixedPolicy(block_size=4, block_mode="draft"), verify_chain
-    )
+    method = Method(Slow(gold, perfect), FixedPolicy(block_size=4, block_mode="draft"), verify)
     method.bind(tiny_target())
     trace = decode(tiny_target(), method, PROMPT, sampler(1.0), LONG)
     parts = trace.draft_s + trace.verify_s + trace.policy_s + trace.other_s
@@ -247,7 +245,7 @@ def test_f22_parts_sum_to_the_total(gold: list[int]) -> None:
 def test_tokens_are_emitted_as_they_are_committed(gold: list[int]) -> None:
     seen: list[list[int]] = []
     method = Method(
-        ScriptedDrafter(gold, perfect), FixedPolicy(block_size=4, block_mode="draft"), verify_chain
+        ScriptedDrafter(gold, perfect), FixedPolicy(block_size=4, block_mode="draft"), verify
     )
     method.bind(tiny_target())
     trace = decode(tiny_target(), method, PROMPT, sampler(1.0), 10, emit=seen.append)
@@ -268,7 +266,7 @@ def test_one_host_sync_per_cycle(gold: list[int], monkeypatch: pytest.MonkeyPatc
     for name in ("item", "__bool__", "__int__", "__float__", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, _forbidden(name))
     policy = FixedPolicy(block_size=4, block_mode="draft")
-    method = Method(ScriptedDrafter(gold, perfect), policy, verify_chain)
+    method = Method(ScriptedDrafter(gold, perfect), policy, verify)
     method.bind(tiny_target())
     trace = decode(tiny_target(), method, PROMPT, sampler(), 24)
     assert syncs == 1 + len(trace.committed)
@@ -289,7 +287,7 @@ def test_the_policy_and_drafter_see_every_verdict(gold: list[int]) -> None:
             verdicts.append(verdict)
 
     policy = Watching(block_size=4, block_mode="draft")
-    method = Method(ScriptedDrafter(gold, perfect), policy, verify_chain)
+    method = Method(ScriptedDrafter(gold, perfect), policy, verify)
     method.bind(tiny_target())
     trace = decode(tiny_target(), method, PROMPT, sampler(1.0), 12)
     assert [len(v.tokens) for v in verdicts[:-1]] == trace.committed[:-1]

@@ -26,7 +26,7 @@ from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Draft, Plan, View
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 PROMPTS = [[5, 17, 3, 42, 8], [7], [9, 9, 30, 2, 11, 50, 4, 4, 23]]
 HASHES = ["a", "b", "c"]
@@ -89,7 +89,7 @@ def plans(drafter: Drafter) -> dict[tuple[int, str], Plan]:
 
 
 def decoded(target: Target, drafter: Drafter, key: tuple[int, str], row: int, t: float) -> Any:
-    method = Method(drafter, FixedPolicy(block_size=key[0], block_mode=key[1]), verify_chain)
+    method = Method(drafter, FixedPolicy(block_size=key[0], block_mode=key[1]), verify)
     method.bind(target)
     return decode(target, method, PROMPTS[row], keyed(t, [HASHES[row]]), BUDGET)
 

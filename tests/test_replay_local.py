@@ -15,7 +15,7 @@ from blockpilot.generate import Pair, open_pair
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.bundled import BundledSet
 from blockpilot.prompts.render import render
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 N_PROMPTS, BUDGET = 8, 20
 PLANS = [Plan(6, 6), Plan(8, 8), Plan(10, 10), Plan(8, 4)]
@@ -45,7 +45,7 @@ def test_replay_equals_decode_on_real_prompts(pair: Pair, temperature: float) ->
         for plan in PLANS:
             mode = "draft" if plan.drafted == plan.verified else "verify"
             policy = FixedPolicy(block_size=plan.verified, block_mode=mode)
-            method = Method(drafter, policy, verify_chain)
+            method = Method(drafter, policy, verify)
             method.bind(target)
             alone = KeyedSampler(temperature=temperature, prompt_hashes=[name])
             trace = decode(target, method, ids, alone, BUDGET)

@@ -32,7 +32,7 @@ from blockpilot.decoding.sampling import (
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.chain import verify_chain
+from blockpilot.verify.tree import verify
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
 CPU = torch.device("cpu")
@@ -386,7 +386,7 @@ def test_batched_generate_gives_the_tokens_of_the_loop(
     hashes = [str(prompt) for prompt in PROMPTS]
     batch = KeyedSampler(prompt_hashes=hashes, seed=3, **settings)  # type: ignore[arg-type]
     texts = generated(target, batch, budget)
-    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify_chain)
+    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
     method.bind(target)
     for prompt, name, text in zip(PROMPTS, hashes, texts, strict=True):
         alone = KeyedSampler(prompt_hashes=[name], seed=3, **settings)  # type: ignore[arg-type]

@@ -225,3 +225,30 @@ def test_a_plan_loads_nothing(
     assert not (tmp_path / "sweep").exists()
     performed(cost.run, "cost", *cost_arguments(tmp_path, "plan=true"))
     assert "18" in capsys.readouterr().out, "3 sizes x 2 contexts x (1 warm-up + 2 repeats)"
+
+
+def test_further_methods_are_decoded_beside_the_sizes(tmp_path: Path) -> None:
+    more = ["method=[tree7,blockpilot]", "policy.path=random", "mode=decode"]
+    records = performed(sweep.run, "sweep", *arguments(tmp_path, *more))
+    assert set(records["method"]) == {
+        PLAIN,
+        "dflash15",
+        "dflash16",
+        "dflash17",
+        "tree7",
+        "blockpilot",
+    }
+    done = records[records["status"] == "ok"]
+    assert (done.groupby(["prompt_id", "turn"])["output_sha256"].nunique() == 1).all()
+    trees = done[done["method"] == "tree7"]
+    assert set(trees["policy"]) == {"tree"}
+    assert {size for row in trees["verified"] for size in row} == {8}
+    chosen = done[done["method"] == "blockpilot"]
+    assert all(len(set(row)) == 1 for row in chosen["verified"]), "one size per prompt"
+    assert (chosen["policy_s"] > 0).all()
+    assert len(sweep_table(records)) == 6
+
+
+def test_methods_are_refused_where_they_cannot_be_replayed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"method=\[tree15\]: only fixed sizes are replayed"):
+        performed(sweep.run, "sweep", *arguments(tmp_path, "method=[tree15]"))

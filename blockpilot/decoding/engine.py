@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from transformers.cache_utils import StaticLayer
 
 from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.types import Forward
+from blockpilot.decoding.types import Branches, Forward
 from blockpilot.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -97,9 +98,16 @@ class CompiledTarget(Target):
         cache.rollback(0)
         return cache
 
-    def forward(self, ids: Tensor, cache: SlabCache, n_logits: int) -> Forward:
-        """Append ids [n] to the cache; logits of the last `n_logits` positions."""
+    def forward(
+        self, ids: Tensor, cache: SlabCache, n_logits: int, branches: Branches | None = None
+    ) -> Forward:
+        """Append ids [n] to the cache; logits of the last `n_logits`. Trees run eagerly."""
         assert isinstance(cache, StaticCache)
+        if branches is not None:
+            more = self.tree_arguments(branches, cache.length, cache.capacity)
+            logits, features = self._plain_step(ids, cache, n_logits, **more)
+            cache.advance(ids.shape[0])
+            return Forward(logits, features, self.head_input[0])
         step = self._step if cache.length else self._plain_step
         shape = (self._layer_ids, ids.shape[0], n_logits, cache.capacity)
         begin = time.monotonic()
@@ -113,7 +121,7 @@ class CompiledTarget(Target):
         return Forward(logits, features, self.head_input[0])
 
     def _plain_step(
-        self, ids: Tensor, cache: StaticCache, n_logits: int
+        self, ids: Tensor, cache: StaticCache, n_logits: int, **more: Any
     ) -> tuple[Tensor, Tensor | None]:
         wanted = [layer_id + 1 for layer_id in self._layer_ids]
         output = self.model(
@@ -121,6 +129,7 @@ class CompiledTarget(Target):
             cache=cache,
             logits_to_keep=n_logits,
             output_hidden_states=wanted or None,
+            **more,
         )
         if not wanted:
             return output.logits[0], None

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from blockpilot.decoding.cache import SlabCache
-from blockpilot.decoding.types import Draft, Forward, Plan, Verdict, View
+from blockpilot.decoding.types import Branches, Draft, Forward, Plan, Verdict, View
 
 Choose = Callable[[Tensor, Tensor], Tensor]
 """(logits [n, V], positions [n]) -> tokens [n]; -1 where the logits are not finite."""
@@ -36,8 +36,13 @@ class TargetModel(Protocol):
         """Logits [..., V] of LM-head inputs [..., D]."""
         ...
 
-    def forward(self, ids: Tensor, cache: SlabCache, n_logits: int) -> Forward:
-        """Append ids [n] to the cache; logits of the last `n_logits` positions."""
+    def forward(
+        self, ids: Tensor, cache: SlabCache, n_logits: int, branches: Branches | None = None
+    ) -> Forward:
+        """Append ids [n] to the cache; logits of the last `n_logits` positions.
+
+        With `branches` the ids are a tree behind the cache, else a chain.
+        """
         ...
 
 
@@ -90,6 +95,8 @@ class Policy(Protocol):
     """Picks the block size: `plan` before a draft, `next` after it."""
 
     name: str
+    block_size: int | None  # most slots that a cycle verifies, anchor included; known once bound
+    block_mode: str
     widest: int  # most slots that any of its plans asks for, known once bound
 
     def bind(self, target: TargetModel, drafter: Drafter) -> None:

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from blockpilot.config import ModelConfig, StageConfig
 from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.features import FeatureTap
-from blockpilot.decoding.types import Forward
+from blockpilot.decoding.types import Branches, Forward
 from blockpilot.errors import UserError
 from blockpilot.paths import cache_dir
 from blockpilot.runtime import pick_device, pick_dtype
@@ -90,11 +90,46 @@ class Target:
         ids: Tensor,  # [n]
         cache: SlabCache,
         n_logits: int,
+        branches: Branches | None = None,
     ) -> Forward:
-        """Append ids to the cache; logits of the last `n_logits` positions."""
-        output = self.model(input_ids=ids[None], cache=cache, logits_to_keep=n_logits)
+        """Append ids to the cache; logits of the last `n_logits` positions.
+
+        With `branches` the ids are a tree behind the cache, else a chain.
+        """
+        more = {} if branches is None else self.tree_arguments(branches, cache.length, cache.length)
+        output = self.model(input_ids=ids[None], cache=cache, logits_to_keep=n_logits, **more)
         features = None if self._tap is None else self._tap.take()[0]
         return Forward(output.logits[0], features, self.head_input[0])
+
+    def tree_arguments(self, branches: Branches, length: int, width: int) -> dict[str, Any]:
+        """Position ids and masks of a tree behind `length` cached positions.
+
+        `width` is how many positions of the cache attention reads before the new ones end: equal
+        to `length` unless the cache has a fixed size. Layers with a sliding window get a mask of
+        their own.
+        """
+        n, device = branches.depths.shape[0], branches.depths.device
+        positions = branches.depths + length
+        seen = torch.zeros(n, max(width, length + n), dtype=torch.bool, device=device)
+        seen[:, :length] = True
+        seen[:, length : length + n] = branches.visible
+        masks = {"full_attention": seen}
+        window = getattr(self.config, "sliding_window", None)
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        if window is not None and (not kinds or "sliding_attention" in kinds):
+            at = torch.arange(seen.shape[1], device=device)
+            at[length : length + n] = positions
+            masks["sliding_attention"] = seen & (positions[:, None] - at < window)
+        kinds = kinds or {list(masks)[-1]}
+        floats = {kind: self._additive(masks[kind]) for kind in kinds}
+        # One mask for all layers is understood by every model; a mapping by those that mix kinds.
+        mask: Any = floats if len(floats) > 1 else next(iter(floats.values()))
+        return {"position_ids": positions[None], "attention_mask": mask}
+
+    def _additive(self, seen: Tensor) -> Tensor:
+        lowest = torch.finfo(self.dtype).min
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
+        return mask.masked_fill_(~seen, lowest)[None, None]
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

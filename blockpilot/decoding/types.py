@@ -6,6 +6,7 @@ F width of the concatenated target features, D hidden width of the target.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -25,20 +26,30 @@ class Plan:
 
 @dataclass(frozen=True)
 class Draft:
-    """A chain of proposed tokens: `tokens[j]` is meant for position anchor + 1 + j.
+    """Proposed tokens: a chain, `tokens[j]` for position anchor + 1 + j, or a tree.
 
+    In a tree node 0 is the anchor and node i the i-th token; `parents` come before their children.
     `logits` are the drafter's own, for policies that read its confidences or other candidates.
     """
 
     tokens: Tensor  # [N] int64, on the target's device
     logits: Tensor | None = None  # [N, V]
+    parents: Sequence[int] | None = None  # [N] nodes; None: a chain
 
     def cut(self, n_tokens: int) -> Draft:
-        """The first `n_tokens` proposals."""
+        """The first `n_tokens` proposals of a chain."""
         if n_tokens >= self.tokens.shape[0]:
             return self
         logits = None if self.logits is None else self.logits[:n_tokens]
         return Draft(self.tokens[:n_tokens], logits)
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Shape of a tree in a forward of n new positions: positions follow depth, sight ancestry."""
+
+    depths: Tensor  # [n] int64, 0 for the anchor
+    visible: Tensor  # [n, n] bool: row sees column
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class BlockSizePolicy:
     def __init__(self, *, path: str) -> None:
         self.path = path
         self.net: BlockSizeNet | None = None
+        self.block_size: int | None = None
+        self.block_mode = "draft"
 
     @classmethod
     def from_pretrained(cls, path: str) -> Self:
@@ -69,6 +71,7 @@ class BlockSizePolicy:
         trained = drafter.trained_block_size
         verify = config.block_mode == "verify"
         self.plans = [Plan(trained if verify and size > 1 else size, size) for size in config.sizes]
+        self.block_size, self.block_mode = max(config.sizes), config.block_mode
         self.widest = max(plan.drafted for plan in self.plans)
 
     def start(self, view: View) -> None:

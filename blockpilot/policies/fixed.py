@@ -37,7 +37,8 @@ class FixedPolicy:
     name = "fixed"
 
     def __init__(self, *, block_size: int | None, block_mode: str) -> None:
-        self.block_size, self.block_mode = block_size, block_mode
+        self.block_size: int | None = block_size
+        self.block_mode = block_mode
 
     def bind(self, target: TargetModel, drafter: Drafter) -> None:
         """Check the size against the drafter's trained one (UserError)."""

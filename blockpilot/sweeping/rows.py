@@ -14,7 +14,6 @@ from blockpilot.config import SweepConfig
 from blockpilot.decoding.loop import Method, check_prompt
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
-from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.render import render
 from blockpilot.records.prefill import Prefill, save_prefill
@@ -58,7 +57,6 @@ class Rows:
     def settings(self, prompt: Prompt, turn: int, name: str) -> Settings:
         """What defines the row of a prompt, turn and method."""
         cfg, drafter, policy = self.cfg, self.methods[name].drafter, self.methods[name].policy
-        assert isinstance(policy, FixedPolicy)
         assert policy.block_size is not None
         return Settings(
             prompt_id=prompt.id,
