@@ -108,9 +108,6 @@ def new_sweep(
     folder: Path,
 ) -> DecodedSweep | ReplayedSweep:
     """The sweep of the mode asked for; a drafter that cannot be replayed is decoded, told so."""
-    if cfg.mode == "replay" and cfg.methods:
-        names = ", ".join(map(str, cfg.methods))
-        raise UserError(f"method=[{names}]: only fixed sizes are replayed; set mode=decode")
     if cfg.mode == "replay" and drafter.replayable:
         cost = (
             None

@@ -19,10 +19,13 @@ from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.dflash_net import DFlashNetwork
+from blockpilot.drafters.prompt_lookup import PromptLookupDrafter
 from blockpilot.generate import Pair
+from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.reporting.metrics import bootstrap
+from blockpilot.verify.tree import verify
 
-N_TOKENS = 64
+N_TOKENS, LOOKUP = 64, 7
 
 
 class Assistant(nn.Module):
@@ -77,6 +80,11 @@ def bench_peers(pair: Pair, methods: dict[str, Method], prompts: list[list[int]]
         "generate": lambda ids: theirs(pair, ids),
         "dflash": lambda ids: ours(pair, pair.method, ids),
     }
+    policy = FixedPolicy(block_size=LOOKUP + 1, block_mode="draft")
+    lookup = Method(PromptLookupDrafter(max_ngram=2, block_size=LOOKUP + 1), policy, verify)
+    lookup.bind(pair.target)
+    runs["lookup"] = lambda ids: ours(pair, lookup, ids)
+    runs["generate lookup"] = lambda ids: theirs(pair, ids, prompt_lookup_num_tokens=LOOKUP)
     drafter = pair.method.drafter
     if isinstance(drafter, DFlashDrafter):
         assert drafter.network is not None
@@ -99,7 +107,7 @@ def bench_peers(pair: Pair, methods: dict[str, Method], prompts: list[list[int]]
     for name, values in per_token.items():
         figures[name] = {"ms_per_token": 1e3 * statistics.median(values)}
         cells = ["", ""]
-        peer = {"plain": "generate", "dflash": "generate dflash"}.get(name)
+        peer = {"plain": "generate"}.get(name, f"generate {name}")
         if peer in per_token:
             mine, other = np.array(values), np.array(per_token[peer])
             ratio = float(np.median(other / mine))

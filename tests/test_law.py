@@ -42,13 +42,15 @@ def bound_methods(drafter_file: Path, policy: Path, target: Target) -> Iterator[
     drafter: Any = build(drafter_file)
     drafter.bind(target)
     for mode in ("draft", "verify"):
-        if mode == "verify" and drafter.trained_block_size is None:
+        if mode == "verify" and not drafter.has_marginals:
             continue  # refused by name, see test_faults
         for size in SIZES:
             part: Any = build(policy, block_size=size, block_mode=mode)
             method = Method(drafter, part, verify)
-            if drafter.trained_block_size is None and part.name != "fixed":
-                with pytest.raises(UserError, match="drafter none has no"):
+            # No block to size, or no marginals to grow a tree from.
+            needs = {"blockpilot": drafter.trained_block_size, "tree": drafter.has_marginals}
+            if not needs.get(part.name, True):
+                with pytest.raises(UserError, match=f"drafter {drafter.name} has no"):
                     method.bind(target)
                 continue
             method.bind(target)

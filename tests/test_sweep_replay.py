@@ -249,6 +249,16 @@ def test_further_methods_are_decoded_beside_the_sizes(tmp_path: Path) -> None:
     assert len(sweep_table(records)) == 6
 
 
-def test_methods_are_refused_where_they_cannot_be_replayed(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"method=\[tree15\]: only fixed sizes are replayed"):
-        performed(sweep.run, "sweep", *arguments(tmp_path, "method=[tree15]"))
+def test_trees_and_chosen_sizes_are_replayed_like_everything_else(tmp_path: Path) -> None:
+    more = ["method=[tree7,tree31,blockpilot]", "policy.path=random", "decoding.max_new_tokens=20"]
+    first, second = modes(tmp_path, *more)
+    assert {"tree7", "tree31", "blockpilot"} < set(first["method"])
+    pd.testing.assert_frame_equal(first[SAME], second[SAME])
+    for name in COUNTS:
+        assert [list(x) for x in first[name]] == [list(x) for x in second[name]]
+
+
+def test_trees_cannot_be_replayed_without_marginals(tmp_path: Path) -> None:
+    more = ["method=[tree7]", "replay.marginals=false"]
+    with pytest.raises(UserError, match=r"replay.marginals=false: trees are replayed from the"):
+        performed(sweep.run, "sweep", *arguments(tmp_path, *more))

@@ -14,7 +14,7 @@ from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.policies.tree import TreePolicy, best_first
+from blockpilot.policies.tree import TreePolicy, accepted_by, best_first
 from blockpilot.verify.tree import branches_of, verify
 
 
@@ -67,6 +67,16 @@ def test_scores_fall_so_the_expected_length_is_concave_and_trees_nest() -> None:
 def test_one_candidate_per_slot_is_the_chain() -> None:
     logprobs = [[row[0]] for row in drawn(5, 3, 0)]
     assert best_first(logprobs, 9) == [(slot, 0, slot) for slot in range(5)]
+
+
+def test_what_a_tree_accepts_of_a_text_by_hand() -> None:
+    #   0 -> rank 0 (node 1) -> rank 0 (node 3); 0 -> rank 1 (node 2) -> rank 2 (node 4)
+    tree = [(0, 0, 0), (0, 1, 0), (1, 0, 1), (1, 2, 2)]
+    assert accepted_by(tree, [0, 0, 0]) == 2
+    assert accepted_by(tree, [1, 2]) == 2
+    assert accepted_by(tree, [1, 0]) == 1
+    assert accepted_by(tree, [-1, 0]) == 0
+    assert accepted_by(tree, []) == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

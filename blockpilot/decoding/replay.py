@@ -31,7 +31,7 @@ class Marginals:
 
     rank: Tensor  # [A, S] int32: tokens it preferred to the answer's; -1 past the answer's end
     top_tokens: Tensor  # [A, S, K] int32
-    top_logprobs: Tensor  # [A, S, K] float16
+    top_logprobs: Tensor  # [A, S, K] float32; float16 once stored
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,22 @@ class Replay:
 
     def trace(self, plan: Plan, tokens: list[int], stop_reason: str) -> Trace:
         """The trace that decoding with this plan would have left, without times."""
-        committed = walk(self.accepted[plan].tolist())
-        n_cycles, proposed = len(committed), plan.drafted - 1 if plan.verified > 1 else 0
-        return Trace(
-            tokens=tokens,
-            committed=committed,
-            drafted=[proposed] * n_cycles,
-            verified=[plan.verified] * n_cycles,
-            stop_reason=stop_reason,
-        )
+        return replayed_trace(self.accepted[plan].tolist(), plan, tokens, stop_reason)
+
+
+def replayed_trace(
+    accepted: Sequence[int], plan: Plan, tokens: list[int], stop_reason: str
+) -> Trace:
+    """The trace of cycles that accept `accepted[a]` proposals at anchor a, without times."""
+    committed = walk(accepted)
+    n_cycles, proposed = len(committed), plan.drafted - 1 if plan.verified > 1 else 0
+    return Trace(
+        tokens=tokens,
+        committed=committed,
+        drafted=[proposed] * n_cycles,
+        verified=[plan.verified] * n_cycles,
+        stop_reason=stop_reason,
+    )
 
 
 def walk(accepted: Sequence[int]) -> list[int]:
@@ -106,7 +113,7 @@ def marginals(proposals: Proposals, labels: Tensor, known: Tensor) -> Marginals:
         ranks.append(rank.masked_fill(~known[:, slot], -1).int())
         top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
         tokens.append(top.indices.int())
-        logprobs.append((top.values - logits.logsumexp(dim=-1, keepdim=True)).half())
+        logprobs.append(top.values - logits.logsumexp(dim=-1, keepdim=True))
     return Marginals(torch.stack(ranks, 1), torch.stack(tokens, 1), torch.stack(logprobs, 1))
 
 

@@ -77,9 +77,12 @@ class BlockSizePolicy:
     def start(self, view: View) -> None:
         """Choose the size of this prompt."""
         prefill = view.prefill
-        length = torch.tensor([view.prompt_ids.shape[0]], device=view.prompt_ids.device)
-        scores = self.scores(prefill.logits[-1:], prefill.hidden[-1:], length)
-        self._plan = self.plans[int(scores.argmax())]
+        self._plan = self.choose(prefill.logits[-1], prefill.hidden[-1], len(view.prompt_ids))
+
+    def choose(self, logits: Tensor, hidden: Tensor, n_prompt_tokens: int) -> Plan:
+        """The plan of a prompt with prefill logits [V] and hidden state [D]."""
+        length = torch.tensor([n_prompt_tokens], device=logits.device)
+        return self.plans[int(self.scores(logits[None], hidden[None], length).argmax())]
 
     def scores(self, logits: Tensor, hidden: Tensor, n_prompt_tokens: Tensor) -> Tensor:
         """Scores [P, m] of the sizes for logits [P, V], hidden states [P, D] and lengths [P]."""

@@ -16,7 +16,7 @@ from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
 
-_RANKS = 64  # candidates per slot that a tree may use
+RANKS = 16  # candidates per slot that a tree may use: as many as a replay keeps
 
 
 class TreePolicy:
@@ -37,21 +37,23 @@ class TreePolicy:
         """Refuse a drafter without per-slot marginals (UserError)."""
         if not drafter.has_marginals or drafter.trained_block_size is None:
             raise UserError(f"policy {self.name}: drafter {drafter.name} has no slot marginals")
-        self._plan = Plan(drafter.trained_block_size, drafter.trained_block_size)
+        self.block_plan = Plan(drafter.trained_block_size, drafter.trained_block_size)
         self.widest = max(self.nodes + 1, drafter.trained_block_size)
 
     def start(self, view: View) -> None:
         """Reads nothing of the prompt."""
 
     def plan(self, view: View) -> Plan:
-        return self._plan
+        return self.block_plan
 
     def next(self, draft: Draft, view: View) -> Draft:
         """The best tree of the block's marginals; one host sync for its candidates."""
         assert draft.logits is not None
-        ranks = min(self.nodes, _RANKS, draft.logits.shape[-1])
-        top = draft.logits.float().log_softmax(dim=-1).topk(ranks, dim=-1)
-        tree = best_first(top.values.tolist(), self.nodes)
+        ranks = min(RANKS, draft.logits.shape[-1])
+        logits = draft.logits.float()
+        top = logits.topk(ranks, dim=-1)
+        logprobs = top.values - logits.logsumexp(dim=-1, keepdim=True)
+        tree = best_first(logprobs.tolist(), self.nodes)
         index = torch.tensor(
             [slot * ranks + rank for slot, rank, _ in tree], device=draft.tokens.device
         )
@@ -81,3 +83,16 @@ def best_first(logprobs: Sequence[Sequence[float]], n_nodes: int) -> list[tuple[
             sibling = above + logprobs[slot][rank + 1]
             heapq.heappush(heap, (-sibling, slot, rank + 1, parent, above))
     return tree
+
+
+def accepted_by(tree: Sequence[tuple[int, int, int]], ranks: Sequence[int]) -> int:
+    """Leading tokens of a text that a tree holds; `ranks` [S] are theirs among each slot's
+    candidates, -1 where a token is none of them.
+    """
+    children = {(parent, rank): node for node, (_, rank, parent) in enumerate(tree, start=1)}
+    node = 0
+    for n_accepted, rank in enumerate(ranks):
+        if (node, rank) not in children:
+            return n_accepted
+        node = children[node, rank]
+    return len(ranks)

@@ -48,6 +48,7 @@ def save_replay(
     tensors |= {f"accepted.{i}": replay.accepted[plan] for i, plan in enumerate(plans)}
     if replay.marginals is not None:
         tensors |= {name: getattr(replay.marginals, name) for name in _MARGINALS}
+        tensors["top_logprobs"] = tensors["top_logprobs"].half()
     if features is not None:
         tensors["features"] = features.contiguous()
     metadata = {

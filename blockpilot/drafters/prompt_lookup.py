@@ -1,0 +1,70 @@
+"""Prompt lookup: what followed the last tokens when they last occurred (Saxena, 2023).
+
+No weights. A draft is as long as the text allows, and empty where nothing occurred before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from blockpilot.decoding.protocols import TargetModel
+from blockpilot.decoding.types import Draft, Verdict, View
+from blockpilot.errors import UserError
+
+
+class PromptLookupDrafter:
+    """Matches the longest of `max_ngram`..1 last tokens in prompt and text, the latest place first.
+
+    `block_size` is the size that a policy without one of its own asks for.
+    """
+
+    name = "prompt_lookup"
+    fingerprint: str | None = None
+    replayable = False  # its drafts differ in length, which a replay does not count
+    has_marginals = False
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, *, max_ngram: int, block_size: int) -> None:
+        if max_ngram < 1:
+            raise UserError(f"drafter.max_ngram={max_ngram}: allowed are numbers >= 1")
+        if block_size < 2:
+            raise UserError(f"drafter.block_size={block_size}: allowed are numbers >= 2")
+        self.max_ngram = max_ngram
+        self.trained_block_size: int | None = block_size
+        self._text: list[int] = []
+
+    def bind(self, target: TargetModel) -> None:
+        """Fits every target."""
+
+    def start(self, view: View, capacity: int) -> None:
+        """The prompt and the first token."""
+        self._text = [*view.prompt_ids.tolist(), *view.anchor.tolist()]
+
+    def draft(self, view: View, n_slots: int) -> Draft:
+        """At most `n_slots - 1` tokens."""
+        found = followers(self._text, self.max_ngram)[: n_slots - 1]
+        return Draft(torch.tensor(found, dtype=torch.int64, device=view.anchor.device))
+
+    def observe(self, verdict: Verdict) -> None:
+        """The text grows."""
+        self._text += verdict.tokens
+
+    def replay(
+        self, ids: Tensor, features: Tensor | None, anchors: Tensor, n_slots: int
+    ) -> NoReturn:
+        """Is decoded instead."""
+        raise AssertionError("prompt lookup is not replayable")
+
+
+def followers(text: Sequence[int], max_ngram: int) -> list[int]:
+    """What followed the latest earlier occurrence of the longest ending of `text` that has one."""
+    for n in range(min(max_ngram, len(text) - 1), 0, -1):
+        ending = list(text[-n:])
+        for start in range(len(text) - n - 1, -1, -1):
+            if list(text[start : start + n]) == ending:
+                return list(text[start + n :])
+    return []
