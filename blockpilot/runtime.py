@@ -47,8 +47,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.logging import RichHandler
 
-from blockpilot.config import DTYPES, Schema, explain, typed
+from blockpilot.config import Schema, explain, typed
 from blockpilot.errors import UserError
+from blockpilot.rules import DTYPES
 
 RUN_ID = "BLOCKPILOT_RUN_ID"
 

@@ -13,9 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from blockpilot.config import JobConfig, ModelConfig, StageConfig, typed, validate
+from blockpilot.config import JobConfig, ModelConfig, StageConfig, typed
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
+from blockpilot.rules import validate
 
 MODELS = sorted((conf_dir() / "model").glob("*.yaml"))
 DEFAULT = "smollm2-135m"

@@ -38,7 +38,8 @@ def test_same_tokens_as_plain_eager_decoding(drafter: Path, policy: Path, kind: 
         for temperature, tokens in wanted.items():
             trace = decode(target, method, PROMPT, sampler(temperature), BUDGET)
             assert trace.tokens == tokens, (name, temperature)
-    assert target.compile_s > 0
+    if policy.stem == "fixed":
+        assert target.compile_s > 0, "else nothing was compiled"
 
 
 def test_a_shape_is_compiled_once() -> None:

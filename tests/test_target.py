@@ -264,7 +264,7 @@ def test_every_architecture_runs_offline_with_random_weights(name: str) -> None:
     assert target.embed_rows == 320
     declared = cfg.model.architecture.eos_token_id
     stops = {declared} if isinstance(declared, int) else set(declared)
-    assert target.stop_ids == stops
+    assert target.stop_ids == stops & set(range(320)), "what the small embedding lacks is dropped"
     trace = plain(target, 4)
     assert len(trace.tokens) == 4
     assert target.model.config.model_type == cfg.model.architecture.model_type

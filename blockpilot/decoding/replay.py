@@ -67,10 +67,12 @@ def walk(accepted: Sequence[int]) -> list[int]:
     The commit, not the block, is cut at the answer's end. The mean over anchors is not tau: a walk
     jumps across the stretches in which much is accepted.
     """
-    committed, place = [], 0
+    committed: list[int] = []
+    place = 0
     while place < len(accepted):
-        committed.append(min(accepted[place] + 1, len(accepted) - place))
-        place += committed[-1]
+        step = min(accepted[place] + 1, len(accepted) - place)
+        committed += [step]
+        place += step
     return committed
 
 

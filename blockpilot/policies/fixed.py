@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from blockpilot.config import BLOCK_MODES
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
+from blockpilot.rules import BLOCK_MODES
 
 
 def block_plan(block_size: int, block_mode: str, trained_block_size: int | None) -> Plan:
