@@ -11,6 +11,7 @@ from decoding_kit import KINDS, VOCAB, ScriptedDrafter, perfect, tiny_target, wi
 from test_law import DRAFTERS, build
 from torch import Tensor
 
+from blockpilot.decoding.anchors import walk
 from blockpilot.decoding.answers import answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.protocols import Drafter
@@ -20,7 +21,6 @@ from blockpilot.decoding.replay import (
     marginals,
     replay,
     slot_labels,
-    walk,
 )
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target

@@ -10,13 +10,12 @@ from decoding_kit import VOCAB, ScriptedDrafter, perfect, tiny_target, with_stop
 from test_replay import BUDGET, HASHES, PROMPTS, keyed
 from torch import Tensor
 
+from blockpilot.decoding.anchors import Answered, replayed_trace
 from blockpilot.decoding.answers import answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import replay
 from blockpilot.decoding.types import Draft, View
 from blockpilot.policies.tree import TreePolicy
-from blockpilot.records.replays import Text
-from blockpilot.sweeping.replayed import replayed_by
 from blockpilot.verify.tree import verify
 
 
@@ -67,11 +66,13 @@ def test_replayed_trees_have_the_cycles_of_decoded_ones(temperature: float) -> N
         found = replay(
             drafter, torch.tensor(ids), start, one.features, [], chunk=5, with_marginals=True
         )
+        answered = Answered(one.tokens, start, one.prefill_logits, one.prefill_hidden)
         for nodes in (1, 7, 15, 40):
             method = Method(drafter, TreePolicy(nodes=nodes), verify)
             method.bind(target)
             wanted = decode(target, method, PROMPTS[row], keyed(temperature, [HASHES[row]]), BUDGET)
-            trace = replayed_by(method.policy, found, one, Text(ids, start))
+            accepted, plan = method.policy.replayed(found, answered)
+            trace = replayed_trace(accepted, plan, one.tokens, one.stop_reason)
             assert trace.tokens == wanted.tokens
             for part in ("committed", "drafted", "verified"):
                 assert getattr(trace, part) == getattr(wanted, part), (nodes, part)

@@ -260,5 +260,5 @@ def test_trees_and_chosen_sizes_are_replayed_like_everything_else(tmp_path: Path
 
 def test_trees_cannot_be_replayed_without_marginals(tmp_path: Path) -> None:
     more = ["method=[tree7]", "replay.marginals=false"]
-    with pytest.raises(UserError, match=r"replay.marginals=false: trees are replayed from the"):
+    with pytest.raises(UserError, match=r"replay.marginals=false: tree7 is replayed from the"):
         performed(sweep.run, "sweep", *arguments(tmp_path, *more))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from blockpilot.decoding.anchors import Answered, Replay
 from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.types import Branches, Draft, Forward, Plan, Verdict, View
 
@@ -98,6 +99,7 @@ class Policy(Protocol):
     block_size: int | None  # most slots that a cycle verifies, anchor included; known once bound
     block_mode: str
     widest: int  # most slots that any of its plans asks for, known once bound
+    reads_marginals: bool  # of a replay: it needs the candidates of the trained block's slots
 
     def bind(self, target: TargetModel, drafter: Drafter) -> None:
         """Load what it needs and check that it fits this target and bound drafter (UserError)."""
@@ -117,6 +119,16 @@ class Policy(Protocol):
 
     def observe(self, verdict: Verdict) -> None:
         """What became of the draft."""
+        ...
+
+    def replay_plans(self) -> list[Plan]:
+        """Plans whose accepted lengths its replay reads; known once bound."""
+        ...
+
+    def replayed(self, known: Replay, answered: Answered) -> tuple[list[int], Plan]:
+        """Accepted proposals at every anchor of an answer, had this policy decoded it, and what
+        each of its cycles drafts and verifies.
+        """
         ...
 
 

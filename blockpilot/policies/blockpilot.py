@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from blockpilot.decoding.anchors import Answered, Replay
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
@@ -31,6 +32,7 @@ class BlockSizePolicy:
     """
 
     name = "blockpilot"
+    reads_marginals = False
 
     def __init__(self, *, path: str) -> None:
         self.path = path
@@ -97,6 +99,17 @@ class BlockSizePolicy:
 
     def observe(self, verdict: Verdict) -> None:
         """Learns nothing while decoding."""
+
+    def replay_plans(self) -> list[Plan]:
+        return self.plans
+
+    def replayed(self, known: Replay, answered: Answered) -> tuple[list[int], Plan]:
+        """The predictor is asked as it is while decoding."""
+        assert self.net is not None
+        device = self.net.head.weight.device
+        logits, hidden = answered.prefill_logits.to(device), answered.prefill_hidden.to(device)
+        plan = self.choose(logits, hidden, answered.n_prompt_tokens)
+        return known.accepted[plan].tolist(), plan
 
 
 def _random(target: TargetModel, drafter: Drafter) -> BlockSizeNet:

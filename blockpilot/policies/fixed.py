@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from blockpilot.decoding.anchors import Answered, Replay
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
@@ -35,6 +36,7 @@ class FixedPolicy:
     """
 
     name = "fixed"
+    reads_marginals = False
 
     def __init__(self, *, block_size: int | None, block_mode: str) -> None:
         self.block_size: int | None = block_size
@@ -59,3 +61,9 @@ class FixedPolicy:
 
     def observe(self, verdict: Verdict) -> None:
         """Learns nothing."""
+
+    def replay_plans(self) -> list[Plan]:
+        return [self.fixed_plan]
+
+    def replayed(self, known: Replay, answered: Answered) -> tuple[list[int], Plan]:
+        return known.accepted[self.fixed_plan].tolist(), self.fixed_plan

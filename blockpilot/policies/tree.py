@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from blockpilot.decoding.anchors import TOP, Answered, Replay
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
-
-RANKS = 16  # candidates per slot that a tree may use: as many as a replay keeps
 
 
 class TreePolicy:
@@ -26,6 +26,7 @@ class TreePolicy:
     """
 
     name = "tree"
+    reads_marginals = True
 
     def __init__(self, *, nodes: int) -> None:
         if nodes < 1:
@@ -47,9 +48,12 @@ class TreePolicy:
         return self.block_plan
 
     def next(self, draft: Draft, view: View) -> Draft:
-        """The best tree of the block's marginals; one host sync for its candidates."""
+        """The best tree of the block's marginals; one host sync for its candidates.
+
+        A tree uses as many candidates per slot as a replay keeps.
+        """
         assert draft.logits is not None
-        ranks = min(RANKS, draft.logits.shape[-1])
+        ranks = min(TOP, draft.logits.shape[-1])
         logits = draft.logits.float()
         top = logits.topk(ranks, dim=-1)
         logprobs = top.values - logits.logsumexp(dim=-1, keepdim=True)
@@ -62,6 +66,24 @@ class TreePolicy:
 
     def observe(self, verdict: Verdict) -> None:
         """Learns nothing."""
+
+    def replay_plans(self) -> list[Plan]:
+        return []
+
+    def replayed(self, known: Replay, answered: Answered) -> tuple[list[int], Plan]:
+        """The tree of every anchor, from its marginals, against the tokens that follow it."""
+        accepted: list[int] = []
+        if known.marginals is not None:
+            candidates = known.marginals.top_tokens.tolist()
+            logprobs = known.marginals.top_logprobs.tolist()
+            for anchor, slots in enumerate(candidates):
+                following = answered.tokens[anchor + 1 :][: len(slots)]
+                ranks = [
+                    slot.index(token) if token in slot else -1
+                    for token, slot in zip(following, slots, strict=False)
+                ]
+                accepted.append(accepted_by(best_first(logprobs[anchor], self.nodes), ranks))
+        return accepted, replace(self.block_plan, verified=self.nodes + 1)
 
 
 def best_first(logprobs: Sequence[Sequence[float]], n_nodes: int) -> list[tuple[int, int, int]]:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from blockpilot.decoding.replay import Marginals, Replay
+from blockpilot.decoding.anchors import Marginals, Replay
 from blockpilot.decoding.types import Plan
 from blockpilot.errors import UserError
 from blockpilot.records.files import make_folder, replace_file

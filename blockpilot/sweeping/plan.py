@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from blockpilot.config import SweepConfig
+from blockpilot.decoding.anchors import TOP
 from blockpilot.decoding.cost import load_cost
-from blockpilot.decoding.replay import TOP
 from blockpilot.prompts.base import Prompt
 from blockpilot.runtime import pick_dtype
 

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from blockpilot.config import SweepConfig
+from blockpilot.decoding.anchors import Answered, Replay, replayed_trace
 from blockpilot.decoding.answers import Answer, answer
 from blockpilot.decoding.cost import CostCurve
 from blockpilot.decoding.loop import Method
-from blockpilot.decoding.protocols import Drafter, Policy
-from blockpilot.decoding.replay import (
-    Replay,
-    anchors_per_chunk,
-    free_memory,
-    replay,
-    replayed_trace,
-)
+from blockpilot.decoding.protocols import Drafter
+from blockpilot.decoding.replay import anchors_per_chunk, free_memory, replay
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.types import Plan, Trace
+from blockpilot.decoding.types import Trace
 from blockpilot.errors import UserError
-from blockpilot.policies.blockpilot import BlockSizePolicy
-from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.policies.tree import TreePolicy, accepted_by, best_first
 from blockpilot.prompts.base import Prompt
 from blockpilot.records.replays import Text, save_replay
 from blockpilot.records.schema import PLAIN, failed_row, ok_row, skipped_row
@@ -68,10 +60,10 @@ class ReplayedSweep(Rows):
         self.drafter, self.cost = drafter, cost
         given = cfg.replay.memory_gb
         self.memory = int(given * 2**30) if given else free_memory(target.device) // _SHARE
-        self.plans = [plan for method in methods.values() for plan in plans_of(method)]
-        trees = any(isinstance(method.policy, TreePolicy) for method in methods.values())
-        if trees and not cfg.replay.marginals:
-            raise UserError("replay.marginals=false: trees are replayed from the marginals")
+        self.plans = [p for method in methods.values() for p in method.policy.replay_plans()]
+        for name, method in methods.items():
+            if method.policy.reads_marginals and not cfg.replay.marginals:
+                raise UserError(f"replay.marginals=false: {name} is replayed from the marginals")
 
     def measure(self, prompts: list[Prompt], store: Store, tracker: Tracker) -> None:
         """Answer and replay batches of prompts; the rows of a prompt are written together."""
@@ -154,15 +146,18 @@ class ReplayedSweep(Rows):
             features = said.features if self.cfg.replay.keep_features else None
             settings = self.settings(prompt, number, PLAIN)
             save_replay(self.folder, settings, text, found, features)
-            traces = {
-                name: replayed_by(method.policy, found, said, text)
-                for name, method in self.methods.items()
-            }
+            answered = Answered(
+                said.tokens, len(turn.ids), said.prefill_logits, said.prefill_hidden
+            )
+            traces = {}
+            for name, method in self.methods.items():
+                accepted, plan = method.policy.replayed(found, answered)
+                traces[name] = replayed_trace(accepted, plan, said.tokens, said.stop_reason)
         rows = []
         for name, trace in traces.items():
             row = ok_row(self.settings(prompt, number, name), trace, n_prompt_tokens=len(turn.ids))
-            # The curve is of chains: a tree drafts fewer slots than it verifies.
-            if self.cost is not None and not isinstance(self.methods[name].policy, TreePolicy):
+            # The curve is of chains, which draft as many slots as they verify, or more.
+            if self.cost is not None and not self.methods[name].policy.reads_marginals:
                 row |= self.cost.predicted(trace, len(turn.ids))
             rows.append(row)
         return rows
@@ -180,40 +175,3 @@ class ReplayedSweep(Rows):
             chunk=anchors_per_chunk(self.drafter, self.target, len(ids), self.memory),
             with_marginals=self.drafter.has_marginals and self.cfg.replay.marginals,
         )
-
-
-def plans_of(method: Method) -> list[Plan]:
-    """Plans whose accepted lengths a method's replay needs."""
-    policy = method.policy
-    if isinstance(policy, FixedPolicy):
-        return [policy.fixed_plan]
-    if isinstance(policy, BlockSizePolicy):
-        return policy.plans
-    if isinstance(policy, TreePolicy):
-        return []
-    raise UserError(f"policy {policy.name} cannot be replayed; set mode=decode")
-
-
-def replayed_by(policy: Policy, found: Replay, said: Answer, text: Text) -> Trace:
-    """The trace that decoding with a policy would have left, without times."""
-    if isinstance(policy, FixedPolicy):
-        return found.trace(policy.fixed_plan, said.tokens, said.stop_reason)
-    if isinstance(policy, BlockSizePolicy):
-        device = next(policy.net.parameters()).device  # type: ignore[union-attr]
-        prefill = said.prefill_logits.to(device), said.prefill_hidden.to(device)
-        plan = policy.choose(*prefill, text.prompt_length)
-        return found.trace(plan, said.tokens, said.stop_reason)
-    assert isinstance(policy, TreePolicy)
-    kept = found.marginals
-    accepted: list[int] = []
-    if kept is not None:
-        candidates, logprobs = kept.top_tokens.tolist(), kept.top_logprobs.tolist()
-        for anchor in range(len(candidates)):
-            known = said.tokens[anchor + 1 :][: len(candidates[anchor])]
-            ranks = [
-                slot.index(token) if token in slot else -1
-                for token, slot in zip(known, candidates[anchor], strict=False)
-            ]
-            accepted.append(accepted_by(best_first(logprobs[anchor], policy.nodes), ranks))
-    plan = replace(policy.block_plan, verified=policy.nodes + 1)
-    return replayed_trace(accepted, plan, said.tokens, said.stop_reason)

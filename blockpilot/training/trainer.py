@@ -24,7 +24,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from blockpilot.config import TrainingConfig
-from blockpilot.decoding.replay import slot_labels, walk
+from blockpilot.decoding.anchors import walk
+from blockpilot.decoding.replay import slot_labels
 from blockpilot.decoding.target import Target
 from blockpilot.drafters.dflash_net import DFlashNetwork
 from blockpilot.records.files import replace_file
