@@ -48,7 +48,7 @@ The target's own answers, prompt by prompt, to prompts of the split `distill`:
 ## Recipe
 
 {cfg.training.steps} optimizer steps from {cfg.training.init or "random weights"}, in
-{seconds / 60:.0f} minutes of {provenance["processes"]} process(es) on {place}; seed {cfg.seed};
+{seconds / 60:.0f} minutes, processes: {provenance["processes"]}, on {place}; seed {cfg.seed};
 version {provenance["version"]}, commit {provenance["git_commit"]}.
 
 ```
