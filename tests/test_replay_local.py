@@ -17,7 +17,7 @@ from blockpilot.prompts.bundled import BundledSet
 from blockpilot.prompts.render import render
 from blockpilot.verify.tree import verify
 
-N_PROMPTS, BUDGET = 8, 20
+N_PROMPTS, BUDGET = 8, 14
 PLANS = [Plan(6, 6), Plan(8, 8), Plan(10, 10), Plan(8, 4)]
 
 
