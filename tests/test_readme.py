@@ -9,30 +9,12 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from stages_kit import SCHEMAS
 
-from blockpilot.config import (
-    CostConfig,
-    DatasetConfig,
-    DistillConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    JobConfig,
-    SweepConfig,
-    TrainConfig,
-    typed,
-)
+from blockpilot.config import typed
 from blockpilot.paths import conf_dir
 
 ROOT = Path(__file__).parents[1]
-SCHEMAS: dict[str, type[JobConfig]] = {
-    "cost": CostConfig,
-    "dataset": DatasetConfig,
-    "train": TrainConfig,
-    "evaluate": EvaluateConfig,
-    "sweep": SweepConfig,
-    "distill": DistillConfig,
-    "generate": GenerateConfig,
-}
 COMMAND = re.compile(r"^ {4}.*-m blockpilot\.(\w+) ?(.*)$", re.MULTILINE)
 README = (ROOT / "README.md").read_text()
 

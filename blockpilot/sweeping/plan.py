@@ -22,6 +22,7 @@ def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float |
     """
     turns = sum(len(prompt.turns) for prompt in prompts)
     n_sizes = len({*cfg.sizes} - {1}) + 2 * cfg.radius + 1
+    n_methods = n_sizes + len(cfg.methods) + 1  # and plain decoding
     budget = cfg.decoding.max_new_tokens
     shape = cfg.model.architecture
     width = torch.finfo(pick_dtype(cfg.dtype, cfg.model.dtype)).bits // 8
@@ -30,10 +31,10 @@ def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float |
         "mode": cfg.mode,
         "prompts": len(prompts),
         "turns": turns,
-        "rows": turns * (n_sizes + 1),
+        "rows": turns * n_methods,
     }
     if cfg.mode == "decode":
-        plan["target forwards, at most"] = turns * (n_sizes + 1) * budget
+        plan["target forwards, at most"] = turns * n_methods * budget
     else:
         batches = math.ceil(len(prompts) / cfg.replay.batch_size)
         rounds = max((len(prompt.turns) for prompt in prompts), default=0)
