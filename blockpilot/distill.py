@@ -9,6 +9,7 @@ command again continues where it was interrupted.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import time
@@ -83,8 +84,10 @@ def run(cfg: DistillConfig) -> Path:
     make_folder(folder)
     target = load_target(cfg)
     if target.dtype == torch.float64:
-        raise UserError("dtype=float64: training computes in bfloat16; use float32 or bfloat16")
+        raise UserError("dtype=float64: training computes in bfloat16 or float32; use one of them")
     processes = PartialState(cpu=target.device.type == "cpu")
+    # Left alone, a rank that ends while another's threads still talk to it can abort that one.
+    atexit.register(processes.destroy_process_group)
     network_config = drafter_config(cfg, target)
     prompts = _prompts(cfg, target, folder, processes)
     learnt = _answer(cfg, target, prompts, DISTILL, folder, network_config)

@@ -1,4 +1,4 @@
-"""What surrounds a stage's work: processes, devices, seeds, logging, run ids, and honest exits.
+"""What surrounds a stage's work: processes, seeds, logging, run ids, and honest exits.
 
 A stage module ends in
 
@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import random
-import re
 import secrets
 import sys
 import time
@@ -49,7 +48,6 @@ from rich.logging import RichHandler
 
 from blockpilot.config import Schema, explain, typed
 from blockpilot.errors import UserError
-from blockpilot.rules import DTYPES
 
 RUN_ID = "BLOCKPILOT_RUN_ID"
 
@@ -84,43 +82,6 @@ def world() -> World:
     if not 0 <= rank < size or local_rank < 0 or (size > 1 and given["RANK"] is None):
         raise UserError(f"{told}: must hold 0 <= RANK < WORLD_SIZE; start with torchrun")
     return World(rank, size, local_rank)
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device called `name` and make it the current one.
-
-    Args:
-        name: auto (the GPU of this rank where there is one, else the CPU), cpu, cuda (the GPU of
-            this rank) or cuda:<index>.
-
-    Raises:
-        UserError: there is no such device.
-    """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "cpu" or (name == "auto" and not gpus):
-        return torch.device("cpu")
-    found = re.fullmatch(r"auto|cuda(?::(\d+))?", name)
-    index = -1 if found is None else int(found[1] or world().local_rank)
-    if not 0 <= index < gpus:
-        allowed = ", ".join(["auto", "cpu", *(f"cuda:{number}" for number in range(gpus))])
-        where = f" (GPU {index})" if index >= 0 and ":" not in name else ""
-        raise UserError(f"device={name}{where}: not on this machine; there are {allowed}")
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
-
-
-def pick_dtype(name: str, default: str) -> torch.dtype:
-    """Return the dtype called `name`; `auto` means the model's own, `default`.
-
-    Raises:
-        UserError: there is no such dtype, or it is not one for weights.
-    """
-    chosen = default if name == "auto" else name
-    if chosen not in DTYPES:
-        raise UserError(f"dtype={chosen}: must be auto, {', '.join(DTYPES)}")
-    dtype: torch.dtype = getattr(torch, chosen)
-    return dtype
 
 
 def seed_everything(seed: int) -> None:

@@ -23,12 +23,13 @@ from rich.table import Table
 
 from blockpilot import labels
 from blockpilot.config import TrainConfig
+from blockpilot.devices import pick_device
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
 from blockpilot.policies.blockpilot_net import BlockSizeNet, parameters_of, save_predictor
 from blockpilot.prompts.base import POLICY, VALIDATION
 from blockpilot.records.files import make_folder
-from blockpilot.runtime import pick_device, stage
+from blockpilot.runtime import stage
 from blockpilot.tracking import tracked
 from blockpilot.training.examples import Examples, load_examples
 from blockpilot.training.predictor import (

@@ -4,8 +4,9 @@
     python scripts/bench.py engine=compiled       # eager against compiled, alone
     python scripts/bench.py +model=qwen3-4b dtype=bfloat16
 
-Takes the options of `python -m blockpilot.generate`. Prints one table per part and writes all
-figures, with code and machine, into <paths.outputs>/bench/<run id>.json.
+Takes the options of `python -m blockpilot.generate`; decoding.max_new_tokens shortens the answers.
+Prints one table per part and writes all figures, with code and machine, into
+<paths.outputs>/bench/<run id>.json.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def measure(pair: Pair, method: Method, ids: list[int]) -> tuple[Trace, dict[str
             if not at_prefill:  # the first call comes at the end of the prefill
                 at_prefill.update({"forward": 0.0, **watch.spent})
 
-        trace = decode(pair.target, method, ids, sampler, N_TOKENS, emit=emit)
+        trace = decode(pair.target, method, ids, sampler, answer_length(pair, N_TOKENS), emit=emit)
         spent = {k: v - at_prefill.get(k, 0.0) for k, v in watch.spent.items()}
     parts = {
         "target forward": spent["forward"] - spent["target head"],
@@ -109,6 +109,11 @@ def measure(pair: Pair, method: Method, ids: list[int]) -> tuple[Trace, dict[str
     }
     parts["rest"] = trace.decode_s - sum(parts[part] for part in PARTS[:4])
     return trace, {k: 1000 * v / len(trace.committed) for k, v in parts.items()}
+
+
+def answer_length(pair: Pair, most: int) -> int:
+    """New tokens per answer: as many as a part asks for, unless decoding.max_new_tokens is less."""
+    return min(most, pair.cfg.decoding.max_new_tokens)
 
 
 def summary(values: list[float]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from bench_cycle import Section
+from bench_cycle import Section, answer_length
 from rich.table import Table
 
 from blockpilot.decoding.engine import CompiledTarget
@@ -25,13 +25,13 @@ def bench_engines(pair: Pair, methods: dict[str, Method], prompts: list[list[int
     targets = {"eager": eager, "compiled": compiled}
     spent: dict[tuple[str, str], list[float]] = {(m, e): [] for m in methods for e in targets}
     compile_s: dict[str, float] = {}
-    same = []
+    same, n_tokens = [], answer_length(pair, N_TOKENS)
     for name, method in methods.items():
         before = compiled.compile_s
         for number, ids in enumerate([prompts[0], *prompts]):
             texts = []
             for engine in list(targets)[:: 1 if number % 2 else -1]:
-                trace = decode(targets[engine], method, ids, KeyedSampler(), N_TOKENS)
+                trace = decode(targets[engine], method, ids, KeyedSampler(), n_tokens)
                 texts.append(trace.tokens)
                 if number and trace.committed:
                     spent[name, engine].append(1e3 * trace.decode_s / len(trace.committed))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bench_cycle import Section, seconds
+from bench_cycle import Section, answer_length, seconds
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -101,7 +101,8 @@ def bench_peers(pair: Pair, methods: dict[str, Method], prompts: list[list[int]]
             if number:
                 per_token[name].append(spent / len(said[0]))
                 texts[name].append(said[0])
-    title = f"whole answers of {N_TOKENS} tokens, prefill included, {len(prompts)} prompts"
+    n_tokens = answer_length(pair, N_TOKENS)
+    title = f"whole answers of {n_tokens} tokens, prefill included, {len(prompts)} prompts"
     table = Table("", "ms per token", "peer / ours", "95%", title=title)
     figures: dict[str, Any] = {}
     for name, values in per_token.items():
@@ -123,7 +124,7 @@ def bench_peers(pair: Pair, methods: dict[str, Method], prompts: list[list[int]]
 
 def ours(pair: Pair, method: Method, ids: list[int]) -> list[int]:
     """Tokens that our loop decoded."""
-    return decode(pair.target, method, ids, KeyedSampler(), N_TOKENS).tokens
+    return decode(pair.target, method, ids, KeyedSampler(), answer_length(pair, N_TOKENS)).tokens
 
 
 @torch.inference_mode()
@@ -134,7 +135,7 @@ def theirs(pair: Pair, ids: list[int], **more: Any) -> list[int]:
     output = pair.target.model.generate(
         input_ids=start,
         attention_mask=torch.ones_like(start),
-        max_new_tokens=N_TOKENS,
+        max_new_tokens=answer_length(pair, N_TOKENS),
         do_sample=False,
         **more,
     )

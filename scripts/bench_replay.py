@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from bench_cycle import Section, seconds
+from bench_cycle import Section, answer_length, seconds
 from rich.table import Table
 
 from blockpilot.decoding.answers import Answer, answer
@@ -35,9 +35,10 @@ def bench_replay(pair: Pair, plain: Method, prompts: list[list[int]]) -> Section
         methods[Plan(size, size)].bind(target)
     sampler = KeyedSampler(prompt_hashes=[""] * len(prompts))
     said: list[Answer] = []
+    n_tokens = answer_length(pair, N_TOKENS)
 
     def all_answers() -> None:
-        said[:] = answer(target, prompts, sampler, N_TOKENS, drafter.feature_layers)
+        said[:] = answer(target, prompts, sampler, n_tokens, drafter.feature_layers)
 
     answering = seconds(device, all_answers)
     spent: defaultdict[str, list[float]] = defaultdict(list)
@@ -70,7 +71,7 @@ def bench_replay(pair: Pair, plain: Method, prompts: list[list[int]]) -> Section
         "largest_tau_difference": max(gaps),
         "peak_memory_gib": _peak_gib(device),
     }
-    title = f"replay of {2 * RADIUS + 1} sizes, {len(prompts)} prompts of {N_TOKENS} tokens"
+    title = f"replay of {2 * RADIUS + 1} sizes, {len(prompts)} prompts of {n_tokens} tokens"
     table = Table("figure", "value", title=title)
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:.3f}")
@@ -90,7 +91,8 @@ def _replayer(
 
 
 def _decoder(pair: Pair, method: Method, ids: list[int], traces: list[Trace]) -> Any:
-    return lambda: traces.append(decode(pair.target, method, ids, KeyedSampler(), N_TOKENS))
+    n_tokens = answer_length(pair, N_TOKENS)
+    return lambda: traces.append(decode(pair.target, method, ids, KeyedSampler(), n_tokens))
 
 
 def _compare(pair: Pair, plan: Plan, ids: list[int], trace: Trace) -> tuple[bool, float]:

@@ -37,10 +37,10 @@ sizes='[1,2,4,8,14,15,16,17,18,24,32]'
 contexts='[128,1024,4096]'
 models=(qwen3-4b qwen3-8b)
 engines=(eager compiled)
-shape=(dtype=bfloat16)
+shape=(dtype=bfloat16) bench=()
 if [ "$device" = cpu ]; then # one engine: inductor takes a minute per size on a CPU
   sizes='[1,16]' contexts='[32]' models=(qwen3-4b) engines=(eager)
-  shape=("${tiny[@]}" dtype=float32)
+  shape=("${tiny[@]}" dtype=float32) bench=(decoding.max_new_tokens=24)
 fi
 
 printf '{"id": "a", "turns": ["one"]}\n{"id": "b", "turns": ["two", "and then"]}\n' \
@@ -58,7 +58,7 @@ for engine in "${engines[@]}"; do
   done
 done
 timeout 150 "$python" scripts/bench.py +model="${models[0]}" "${common[@]}" "${shape[@]}" \
-  paths.outputs="$work"
+  "${bench[@]}" paths.outputs="$work"
 
 "$python" - "$work" "$result" <<'MERGE'
 import json, pathlib, sys

@@ -154,7 +154,9 @@ def test_compact_equals_a_forward_without_the_dropped(kind: str, attention: str)
     cache.compact(4, torch.tensor([1, 3, 5]))
     got = forward(target, IDS[:2], cache)
     want = fresh(target, torch.cat([prompt, second, IDS[:2]]))[-2:]
-    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-9)
+    # The eager kernel's softmax computes in float32, whatever the weights are in.
+    atol = 1e-12 if attention == "sdpa" else 1e-5
+    torch.testing.assert_close(got, want, atol=atol, rtol=1e-9 if attention == "sdpa" else 1e-4)
 
 
 # --- capacity ----------------------------------------------------------------------------------

@@ -283,7 +283,7 @@ def test_how_often_to_log_may_change(through: Path) -> None:
         ("prompts.split=distill", "prompts.split=distill: distill learns from the distill split"),
         ("decoding.top_k=5", "decoding.top_k=5, decoding.top_p=1.0: responses are the target's"),
         ("decoding.top_p=0.5", "decoding.top_p=0.5: responses are the target's unfiltered ones"),
-        ("dtype=float64", "dtype=float64: training computes in bfloat16"),
+        ("dtype=float64", "dtype=float64: training computes in bfloat16 or float32"),
         ("new_drafter.mask_token_id=300", "mask_token_id=300, allowed are 0..299"),
         ("new_drafter.n_target_layers=2", "a target of 4 layers has room for 1..1"),
         ("new_drafter.block_size=1", "new_drafter.block_size=1: must be a number >= 2"),

@@ -93,10 +93,11 @@ def test_two_ranks_end_with_the_weights_of_one(tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import json, os\n"
         "from accelerate import PartialState\n"
-        "PartialState(cpu=True)\n"
+        "processes = PartialState(cpu=True)\n"
         "from test_optimizer import resumed\n"
         "rank = os.environ['RANK']\n"
         "open(f'weights{rank}.json', 'w').write(json.dumps(resumed()))\n"
+        "processes.wait_for_everyone(); processes.destroy_process_group()\n"
     )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
     code, _, told = executed(launcher, tmp_path)

@@ -279,34 +279,3 @@ def test_contradicting_ranks_are_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="WORLD_SIZE="):
         runtime.world()
-
-
-def test_f25_a_device_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert runtime.pick_device("auto") == runtime.pick_device("cpu") == torch.device("cpu")
-    with pytest.raises(UserError, match=r"device=cuda .*there are auto, cpu$"):
-        runtime.pick_device("cuda")
-    with pytest.raises(UserError, match="device=tpu"):
-        runtime.pick_device("tpu")
-
-
-def test_each_rank_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert runtime.pick_device("auto") == runtime.pick_device("cuda") == torch.device("cuda:1")
-    assert runtime.pick_device("cuda:0") == torch.device("cuda:0")
-    with pytest.raises(UserError, match=r"device=cuda:2: .*there are auto, cpu, cuda:0, cuda:1$"):
-        runtime.pick_device("cuda:2")
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(UserError, match=r"device=auto \(GPU 2\)"):
-        runtime.pick_device("auto")
-
-
-def test_auto_dtype_is_the_models_own() -> None:
-    assert runtime.pick_dtype("auto", "bfloat16") is torch.bfloat16
-    assert runtime.pick_dtype("float64", "bfloat16") is torch.float64
-    with pytest.raises(UserError, match="dtype=int8: must be auto, float32"):
-        runtime.pick_dtype("int8", "bfloat16")

@@ -16,9 +16,9 @@ import numpy as np
 
 from blockpilot.config import StageConfig
 from blockpilot.decoding.types import Trace
+from blockpilot.devices import pick_device, pick_dtype
 from blockpilot.errors import UserError
 from blockpilot.provenance import facts
-from blockpilot.runtime import pick_device, pick_dtype
 
 PARTS = ("draft_s", "verify_s", "policy_s", "other_s")
 
@@ -90,7 +90,7 @@ def cost_settings(cfg: StageConfig, drafter: str, engine: str) -> dict[str, Any]
     return {
         "target": cfg.model.name,
         "drafter": drafter,
-        "dtype": str(pick_dtype(cfg.dtype, cfg.model.dtype)).removeprefix("torch."),
+        "dtype": str(pick_dtype(cfg.dtype, cfg.model.dtype, device)).removeprefix("torch."),
         "attention": cfg.attention,
         "engine": engine,
         "device": device.type,

@@ -33,9 +33,9 @@ from blockpilot.config import ModelConfig, StageConfig
 from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.features import FeatureTap
 from blockpilot.decoding.types import Branches, Forward
+from blockpilot.devices import pick_device, pick_dtype
 from blockpilot.errors import UserError
 from blockpilot.paths import cache_dir
-from blockpilot.runtime import pick_device, pick_dtype
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def load_target(cfg: StageConfig) -> Target:
     """
     transformers_logging.disable_progress_bar()  # one per load hides what the stage says
     model, device = cfg.model, pick_device(cfg.device)
-    dtype = pick_dtype(cfg.dtype, model.dtype)
+    dtype = pick_dtype(cfg.dtype, model.dtype, device)
     if cfg.weights == "random":
         values = cast("dict[str, Any]", OmegaConf.to_container(model.architecture))
         target = _random_target(values, device, dtype, cfg.attention, cfg.seed)

@@ -10,8 +10,8 @@ import torch
 from blockpilot.config import SweepConfig
 from blockpilot.decoding.anchors import TOP
 from blockpilot.decoding.cost import load_cost
+from blockpilot.devices import pick_device, pick_dtype
 from blockpilot.prompts.base import Prompt
-from blockpilot.runtime import pick_dtype
 
 
 def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float | str]:
@@ -25,7 +25,7 @@ def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float |
     n_methods = n_sizes + len(cfg.methods) + 1  # and plain decoding
     budget = cfg.decoding.max_new_tokens
     shape = cfg.model.architecture
-    width = torch.finfo(pick_dtype(cfg.dtype, cfg.model.dtype)).bits // 8
+    width = torch.finfo(pick_dtype(cfg.dtype, cfg.model.dtype, pick_device(cfg.device))).bits // 8
     per_turn = (shape["vocab_size"] + shape["hidden_size"]) * width
     plan: dict[str, float | str] = {
         "mode": cfg.mode,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from blockpilot import labels
 from blockpilot.config import TrainConfig
+from blockpilot.devices import has_16_bit_products
 from blockpilot.errors import UserError
 from blockpilot.policies.blockpilot_net import FEATURES, BlockSizeNet, PredictorConfig, features_of
 from blockpilot.records.files import replace_file
@@ -143,7 +144,11 @@ class PredictorTrainer:
         self.net.train()
         total = 0.0
         for rows in self._batches(len(data.features)):
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            with torch.autocast(
+                self.device.type,
+                dtype=torch.bfloat16,
+                enabled=has_16_bit_products(self.device),
+            ):
                 scores = self.net(data.features[rows])
             if self.net.config.label == "curve":
                 loss = F.mse_loss(scores.float(), data.targets[rows])

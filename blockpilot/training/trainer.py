@@ -27,6 +27,7 @@ from blockpilot.config import TrainingConfig
 from blockpilot.decoding.anchors import walk
 from blockpilot.decoding.replay import slot_labels
 from blockpilot.decoding.target import Target
+from blockpilot.devices import has_16_bit_products
 from blockpilot.drafters.dflash_net import DFlashNetwork
 from blockpilot.records.files import replace_file
 from blockpilot.tracking import Tracker
@@ -104,7 +105,7 @@ class DrafterTrainer:
         self.checkpoint = folder / "checkpoint.pt"
         self.accelerator = Accelerator(
             cpu=target.device.type == "cpu",
-            mixed_precision="bf16",
+            mixed_precision="bf16" if has_16_bit_products(target.device) else "no",
             gradient_accumulation_steps=settings.sequences_per_step,
         )
         self.network = network
@@ -117,7 +118,7 @@ class DrafterTrainer:
         self.model = self.accelerator.prepare(network)
         self.optimizer = DrafterOptimizer(network, settings)
         seen = corpus.response_vocabulary(target.embed_rows)
-        head = target.model.get_output_embeddings().weight
+        head = target.model.get_output_embeddings().weight.to(input_dtype(target))
         self.head = CandidateHead(head, seen, settings.sampled_negatives)
         self.step = 0
         self.seconds = 0.0  # of all runs that this training took
@@ -288,19 +289,24 @@ def blocks_of(target: Target, network: DFlashNetwork, ids: Tensor, anchors: Tens
     config = network.config
     block = torch.full((len(anchors), config.block_size), config.mask_token_id, device=ids.device)
     block[:, 0] = ids[anchors]
-    return target.embed(block)
+    return target.embed(block).to(input_dtype(target))
 
 
 def features_of(target: Target, example: Example, layer_ids: tuple[int, ...]) -> Tensor:
     """Features [T - 1, F] of all but the last token: stored, or by one target forward."""
     if example.features is not None:
-        return example.features.to(target.device)
+        return example.features.to(target.device, input_dtype(target))
     target.capture(layer_ids)
     with torch.inference_mode():
         ids = example.ids[:-1].to(target.device)
         features = target.forward(ids, target.new_cache(len(ids)), n_logits=1).features
     assert features is not None
-    return features.clone()  # leaves inference mode's tensors behind
+    return features.clone().to(input_dtype(target))  # the clone leaves inference mode behind
+
+
+def input_dtype(target: Target) -> torch.dtype:
+    """Of what a network in training reads: without autocast its own float32 needs the same."""
+    return target.dtype if has_16_bit_products(target.device) else torch.float32
 
 
 @torch.no_grad()
@@ -315,7 +321,9 @@ def replayed_tau(network: DFlashNetwork, target: Target, example: Example) -> fl
     anchors = torch.arange(example.prompt_length, len(ids) - 1, device=ids.device)
     labels, known = slot_labels(ids, anchors, config.block_size)
     features = features_of(target, example, config.target_layer_ids)
-    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+    with torch.autocast(
+        ids.device.type, dtype=torch.bfloat16, enabled=has_16_bit_products(ids.device)
+    ):
         # Not by a call: a compiled network would be compiled again for these shapes.
         hidden = network.forward(features, blocks_of(target, network, ids, anchors), anchors)
         predicted = target.head(hidden[:, 1:].to(target.dtype)).argmax(dim=-1)
