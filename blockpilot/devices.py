@@ -40,8 +40,8 @@ def pick_device(name: str) -> torch.device:
 def pick_dtype(name: str, default: str, device: torch.device) -> torch.dtype:
     """Return the dtype called `name`; `auto` means the model's own, `default`.
 
-    On a CPU that only emulates products of 16-bit numbers, fifty times slower than of 32-bit ones,
-    `auto` is float32 instead of a 16-bit dtype.
+    On a CPU that only emulates products of 16-bit numbers, a hundred times slower than of 32-bit
+    ones, `auto` is float32 instead of a 16-bit dtype.
 
     Raises:
         UserError: there is no such dtype, or it is not one for weights.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from decoding_kit import tiny_target
 
 from blockpilot import devices
 from blockpilot.devices import pick_device, pick_dtype
@@ -51,3 +52,12 @@ def test_a_dtype_is_taken_as_asked_or_refused() -> None:
     assert pick_dtype("float64", "bfloat16", CPU) is torch.float64
     with pytest.raises(UserError, match="dtype=int8: must be auto, float32"):
         pick_dtype("int8", "bfloat16", CPU)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 65])
+def test_the_heads_way_round_does_not_show_in_the_logits(rows: int) -> None:
+    target = tiny_target(dtype=torch.float32)
+    hidden = torch.randn(rows, 32)
+    want = hidden.double() @ target.model.get_output_embeddings().weight.double().T
+    torch.testing.assert_close(target.head(hidden).double(), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(target.head(hidden[None])[0], target.head(hidden))

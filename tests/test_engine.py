@@ -15,6 +15,7 @@ from blockpilot import sweep
 from blockpilot.decoding import engine
 from blockpilot.decoding.engine import CompiledTarget, StaticCache
 from blockpilot.decoding.loop import decode
+from blockpilot.decoding.target import Target
 from blockpilot.errors import UserError
 
 BUDGET = 12
@@ -54,6 +55,17 @@ def test_a_shape_is_compiled_once() -> None:
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(texts)) == 3
     assert graphs[0] == graphs[1] == graphs[2], "one width, one bucket, whatever the prompt"
+
+
+def test_a_model_has_one_tap_whoever_opens_it() -> None:
+    """A forgotten one would keep every state, and be traced by a compiled engine at every step."""
+    first = tiny_target(seed=92)
+    second = Target(first.model, first.tokenizer)
+    for target in (first, second):
+        target.capture((1,))
+        assert len(target.layers[1]._forward_hooks) == 1
+    second.capture(())
+    assert not first.layers[1]._forward_hooks
 
 
 def test_the_cache_of_a_bucket_is_reused_and_emptied() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 from blockpilot.decoding.cache import SlabCache
+from blockpilot.decoding.features import untap
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Branches, Forward
 from blockpilot.errors import UserError
@@ -67,6 +68,8 @@ class CompiledTarget(Target):
     `compile_s` counts the seconds that first calls of a shape took.
     """
 
+    engine = "compiled"
+
     def __init__(self, eager: Target) -> None:
         super().__init__(eager.model, eager.tokenizer, eager.name)
         self.stop_ids = eager.stop_ids
@@ -85,6 +88,7 @@ class CompiledTarget(Target):
                 f"engine=compiled: a drafter that reads the last layer ({max(layer_ids)}) needs "
                 "engine=eager, the compiled model hands it over normed"
             )
+        untap(self.layers)  # an eager wrapper's hooks would be traced, again at every step
         self._layer_ids = tuple(layer_ids)
 
     def new_cache(self, capacity: int) -> StaticCache:

@@ -5,19 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+_TAPS: WeakKeyDictionary[nn.ModuleList, FeatureTap] = WeakKeyDictionary()
+
+
+def untap(layers: nn.ModuleList) -> None:
+    """Close the tap of a model's layers, whoever opened it."""
+    tap = _TAPS.pop(layers, None)
+    if tap is not None:
+        tap.close()
 
 
 class FeatureTap:
     """Records the outputs of some decoder layers while a model runs.
 
     Hooks sit on the layers themselves, so `forward` and `generate` are captured alike and the other
-    layers cost nothing. Every forward appends; `take` hands over and forgets.
+    layers cost nothing. Every forward appends; `take` hands over and forgets. A model has one tap:
+    opening another closes it, for a forgotten one would keep every state and be compiled along.
     """
 
     def __init__(self, layers: nn.ModuleList, layer_ids: Sequence[int]) -> None:
+        untap(layers)
+        _TAPS[layers] = self
         self.layer_ids = tuple(layer_ids)
         self._seen: dict[int, list[Tensor]] = {i: [] for i in self.layer_ids}
         self._handles = [layers[i].register_forward_hook(self._recorder(i)) for i in self.layer_ids]

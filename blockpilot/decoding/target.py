@@ -8,10 +8,12 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
@@ -31,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 
 from blockpilot.config import ModelConfig, StageConfig
 from blockpilot.decoding.cache import SlabCache
-from blockpilot.decoding.features import FeatureTap
+from blockpilot.decoding.features import FeatureTap, untap
 from blockpilot.decoding.types import Branches, Forward
 from blockpilot.devices import pick_device, pick_dtype
 from blockpilot.errors import UserError
@@ -39,12 +41,16 @@ from blockpilot.paths import cache_dir
 
 log = logging.getLogger(__name__)
 
+_FEW = 64
+
 # What transformers raises when a model's files are missing or broken.
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 
 class Target:
     """A causal LM with its tokenizer, its stop ids and the features that a drafter asked for."""
+
+    engine = "eager"
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str = "unnamed"
@@ -63,14 +69,15 @@ class Target:
         self._tap: FeatureTap | None = None
         self.head_input: Tensor  # [R, n, D] of the last forward
         self._head.register_forward_pre_hook(self._keep_head_input)
+        if self.device.type == "cpu" and self.dtype == torch.float32:
+            self._head.forward = partial(_few_rows, self._head)
 
     def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self.head_input = args[0]
 
     def capture(self, layer_ids: Sequence[int]) -> None:
         """From now on `forward` returns the concatenated outputs of these layers."""
-        if self._tap is not None:
-            self._tap.close()
+        untap(self.layers)
         self._tap = FeatureTap(self.layers, layer_ids) if layer_ids else None
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -130,6 +137,16 @@ class Target:
         lowest = torch.finfo(self.dtype).min
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return mask.masked_fill_(~seen, lowest)[None, None]
+
+
+def _few_rows(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """The same logits by the transposed product: for few rows and a vocabulary of columns the CPU's
+    library is up to three times faster that way around (2 to 64 rows, AVX2, float32).
+    """
+    rows = hidden.flatten(0, -2)
+    if head.bias is not None or not 1 < rows.shape[0] <= _FEW:
+        return F.linear(hidden, head.weight, head.bias)
+    return (head.weight @ rows.T).T.unflatten(0, hidden.shape[:-1])
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

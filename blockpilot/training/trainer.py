@@ -306,7 +306,8 @@ def features_of(target: Target, example: Example, layer_ids: tuple[int, ...]) ->
 
 def input_dtype(target: Target) -> torch.dtype:
     """Of what a network in training reads: without autocast its own float32 needs the same."""
-    return target.dtype if has_16_bit_products(target.device) else torch.float32
+    widened = target.dtype.itemsize == 2 and not has_16_bit_products(target.device)
+    return torch.float32 if widened else target.dtype
 
 
 @torch.no_grad()
