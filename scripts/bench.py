@@ -34,7 +34,7 @@ from blockpilot.records.files import make_folder, replace_file
 from blockpilot.runtime import run_id
 from blockpilot.verify.tree import verify
 
-N_PROMPTS, N_REPLAYED = 8, 16
+N_PROMPTS, N_PEERS, N_REPLAYED = 8, 12, 16
 FORMATS = dict.fromkeys(("maths", "chat", "code"), "{turn}")
 
 
@@ -56,7 +56,7 @@ def main(overrides: list[str]) -> None:
     )
     parts = [
         lambda: bench_cycle(pair, methods, prompts[:N_PROMPTS]),
-        lambda: bench_peers(pair, methods, prompts[:N_PROMPTS]),
+        lambda: bench_peers(pair, methods, prompts[:N_PEERS]),
         lambda: bench_replay(pair, plain, prompts),
     ]
     if pair.cfg.engine == "compiled":
