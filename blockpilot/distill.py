@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from typing import Any
 import hydra
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -126,7 +128,9 @@ def run(cfg: DistillConfig) -> Path:
 def distill_plan(cfg: DistillConfig) -> dict[str, float | str]:
     """What a distillation will take, by name; every answer is taken to use up its budget."""
     sets: dict[str, PromptSet] = instantiate(cfg.prompts.sets, _convert_="all")
-    prompts = load_prompts(sets, limit=cfg.prompts.limit, path=cfg.prompts.path, split=None)
+    prompts = load_prompts(
+        sets, limit=cfg.prompts.limit, path=cfg.prompts.path, split=None, folder=cfg.prompts.folder
+    )
     learnt = cfg.responses.self_written
     for name, group in _by_set(prompts, DISTILL).items():
         limit = cfg.responses.limit_of.get(name, cfg.responses.limit)
@@ -204,15 +208,14 @@ def _prompts(
     sets: dict[str, PromptSet] = instantiate(cfg.prompts.sets, _convert_="all")
     if cfg.responses.self_written:
         file = folder / f"{SELF_WRITTEN}.jsonl"
-        if processes.is_main_process and not file.exists():
-            texts = self_written(
-                target, cfg.responses.self_written, cfg.responses.batch_size, cfg.seed
-            )
-            lines = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
-            replace_file(file, lambda stream: stream.write(lines.encode()))
+        processes.wait_for_everyone()  # so that all see the same file, or none
+        if not file.exists():
+            _write_prompts(cfg, target, file, processes)
         processes.wait_for_everyone()
         sets[SELF_WRITTEN] = LocalSet(name=SELF_WRITTEN, held_out=False, path=file)
-    prompts = load_prompts(sets, limit=cfg.prompts.limit, path=cfg.prompts.path, split=None)
+    prompts = load_prompts(
+        sets, limit=cfg.prompts.limit, path=cfg.prompts.path, split=None, folder=cfg.prompts.folder
+    )
     sizes = Counter(prompt.split for prompt in prompts)
     for split in (DISTILL, VALIDATION):
         if not sizes[split]:
@@ -222,6 +225,19 @@ def _prompts(
                 "sets that are not held out for test"
             )
     return prompts
+
+
+def _write_prompts(cfg: DistillConfig, target: Target, file: Path, processes: PartialState) -> None:
+    """Let the target write `responses.self_written` prompts, in whole batches, over all ranks."""
+    size = cfg.responses.batch_size
+    every = range(math.ceil(cfg.responses.self_written / size))
+    mine = every[processes.process_index :: processes.num_processes]
+    written = self_written(target, mine, size, cfg.seed)
+    parts = dict(gather_object(list(zip(mine, written, strict=True))))
+    if processes.is_main_process:
+        texts = dict.fromkeys(text for number in every for text in parts[number])
+        lines = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+        replace_file(file, lambda stream: stream.write(lines.encode()))
 
 
 def _chosen(cfg: DistillConfig, target: Target, prompts: Sequence[Prompt]) -> list[Request]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +200,14 @@ def chatting() -> Target:
 def test_prompts_that_the_target_writes_itself_continue_an_empty_user_turn() -> None:
     target = chatting()
     try:
-        written = self_written(target, 12, 4, seed=0)
-        assert written == self_written(target, 12, 6, seed=0), "they do not depend on the batch"
-        assert written != self_written(target, 12, 4, seed=1)
+        written, other_batches, other_seed = (
+            list(chain.from_iterable(self_written(target, numbers, size, seed)))
+            for numbers, size, seed in ((range(3), 4, 0), (range(2), 6, 0), (range(3), 4, 1))
+        )
+        assert written == other_batches
+        assert written != other_seed
+        second = self_written(target, range(1, 2), 6, 0)
+        assert written[-len(second[0]) :] == second[0], "as another rank would write it"
         assert len(set(written)) == len(written) > 4
         assert all(text.strip() == text != "" for text in written)
         head = target.tokenizer("<user>", add_special_tokens=False)["input_ids"]

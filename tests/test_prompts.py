@@ -1,6 +1,7 @@
 """Prompts, the sets written for this project, and loading several sets together."""
 
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from prompts_kit import BOXED, DATA, configured, load, loaded_once, write
 from blockpilot.errors import UserError
 from blockpilot.prompts.base import SPLITS, Prompt, PromptSet
 from blockpilot.prompts.bundled import BundledSet
+from blockpilot.prompts.docstrings import DocstringSet
 from blockpilot.prompts.load import load_prompts
 from blockpilot.prompts.splits import near_duplicate_groups
 
@@ -136,3 +138,45 @@ def test_mistakes_are_told_with_what_is_allowed(tmp_path: Path) -> None:
 def test_a_set_with_nothing_in_the_split_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert load("bundled", "humaneval", split="distill")
     assert "'humaneval' has no prompts in split 'distill'" in caplog.text
+
+
+def test_copies_in_a_folder_stand_in_for_the_hub(tmp_path: Path) -> None:
+    write(tmp_path / "gsm8k.jsonl", {"question": "How many?", "answer": "2"})
+    sets = {name: configured(name) for name in ("gsm8k", "bundled")}
+    found = load_prompts(sets, limit=1, path=None, split=None, folder=tmp_path)
+    assert [prompt.turns[0] for prompt in found if prompt.set == "gsm8k"] == ["How many?" + BOXED]
+    assert any(prompt.set == "bundled" for prompt in found), "has no copy: its own source"
+    write(tmp_path / "gsm8k.csv", "question", "What?")
+    with pytest.raises(UserError, match=r"gsm8k.csv and gsm8k.jsonl are one set"):
+        load_prompts(sets, limit=1, path=None, split=None, folder=tmp_path)
+    with pytest.raises(UserError, match=r"prompts.folder=.*nowhere: no such folder"):
+        load_prompts(sets, limit=1, path=None, split=None, folder=tmp_path / "nowhere")
+
+
+def test_docstrings_of_a_package_with_their_first_examples(tmp_path: Path) -> None:
+    source = (
+        "def shown(a, b=2):\n"
+        '    """Add two numbers that may be of any size at all.\n\n'
+        '    >>> shown(1)\n    3\n    >>> shown(2)\n    4\n    >>> shown(3)\n    5\n    """\n'
+        'def bare(a):\n    """Say what this number would be in a far away country."""\n'
+    )
+    package = tmp_path / "somepackage"
+    package.mkdir()
+    (package / "__init__.py").write_text(source)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        options = {"name": "d", "held_out": False, "packages": ["somepackage"]}
+        found = {p.id: p.turns[0] for p in DocstringSet(**options, examples=2).load()}
+        plain = {p.id: p.turns[0] for p in DocstringSet(**options, examples=0).load()}
+        assert set(found) == set(plain) == {"d/somepackage.shown", "d/somepackage.bare"}
+        text = found["d/somepackage.shown"]
+        lines = [line.strip() for line in text.splitlines()]
+        start = lines.index(">>> shown(1)")
+        assert lines[start : start + 4] == [">>> shown(1)", "3", ">>> shown(2)", "4"]
+        assert ">>> shown(3)" not in lines
+        assert ">>>" not in plain["d/somepackage.shown"]
+        assert found["d/somepackage.bare"] == plain["d/somepackage.bare"]
+        with pytest.raises(UserError, match="prompt set 'd': package nowhere is not installed"):
+            DocstringSet(name="d", held_out=False, packages=["nowhere"], examples=0).load()
+    finally:
+        sys.path.remove(str(tmp_path))

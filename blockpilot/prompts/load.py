@@ -18,6 +18,7 @@ def load_prompts(
     limit: int | None,
     path: Path | str | None,
     split: str | None,
+    folder: Path | str | None = None,
 ) -> list[Prompt]:
     """The prompts of all sets, in the order of the sets and of their sources.
 
@@ -26,6 +27,8 @@ def load_prompts(
         limit: at most so many prompts of each set, taken after the split; None for all.
         path: file to read the one set from, in the set's published layout.
         split: keep only this split; None keeps all four.
+        folder: where copies of sets may lie as <set>.<suffix>, in their published layout; sets
+            without a copy are read from their own source.
 
     Raises:
         UserError: no set, `path` with several sets, an unknown split, or nothing left.
@@ -43,7 +46,8 @@ def load_prompts(
         )
     loaded: list[Prompt] = []
     for prompt_set in sets.values():
-        loaded += prompt_set.load(Path(path)) if path is not None else prompt_set.load()
+        file = Path(path) if path is not None else _copy_in(folder, prompt_set.name)
+        loaded += prompt_set.load(file)
     held_out = {prompt_set.name for prompt_set in sets.values() if prompt_set.held_out}
     assigned = assign_splits(loaded, held_out)
     kept: list[Prompt] = []
@@ -61,3 +65,18 @@ def load_prompts(
         if not taken[name]:
             log.warning("prompt set '%s' has no prompts in split '%s'", name, split)
     return kept
+
+
+def _copy_in(folder: Path | str | None, name: str) -> Path | None:
+    """The file of a set in a folder of copies, if there is one. Raises UserError for several."""
+    if folder is None:
+        return None
+    place = Path(folder).expanduser()
+    if not place.is_dir():
+        raise UserError(f"prompts.folder={folder}: no such folder")
+    found = sorted(file for file in place.iterdir() if file.name.split(".")[0] == name)
+    if len(found) > 1:
+        raise UserError(
+            f"prompts.folder={folder}: {' and '.join(f.name for f in found)} are one set"
+        )
+    return found[0] if found else None

@@ -151,11 +151,11 @@ def _write_shard(
 
 
 @torch.inference_mode()
-def self_written(target: Target, n_prompts: int, batch_size: int, seed: int) -> list[str]:
+def self_written(target: Target, batches_of: range, batch_size: int, seed: int) -> list[list[str]]:
     """User messages that the target writes itself: an empty user turn continued at T = 1.
 
-    At least `n_prompts` are tried in whole batches; what does not end its turn, is empty or
-    repeats is dropped. Raises UserError for a target without a chat template: it has no turns.
+    One list for each batch number in `batches_of`; what does not end its turn or is empty is
+    dropped. Raises UserError for a target without a chat template: it has no turns.
     """
     if target.tokenizer.chat_template is None:
         raise UserError("responses.self_written: the target has no chat template; set it to 0")
@@ -163,16 +163,17 @@ def self_written(target: Target, n_prompts: int, batch_size: int, seed: int) -> 
     message = [{"role": "user", "content": marker}]
     text = str(target.tokenizer.apply_chat_template(message, tokenize=False))
     ids = target.tokenizer(text.split(marker)[0], add_special_tokens=False)["input_ids"]
-    written: dict[str, None] = {}
-    for start in range(0, n_prompts, batch_size):
-        keys = [f"self-written/{start + row}" for row in range(batch_size)]
+    written = []
+    for number in batches_of:
+        keys = [f"self-written/{number * batch_size + row}" for row in range(batch_size)]
         sampler = KeyedSampler(temperature=1.0, seed=seed, prompt_hashes=keys)
         padding = torch.zeros(batch_size, dtype=torch.int64, device=target.device)
         rows = torch.tensor([ids] * batch_size)
         output = generate(target, rows, torch.ones_like(rows), sampler, padding, 64)
+        ended = []
         for row in output[:, len(ids) :].tolist():
             tokens = cut(row, target.stop_ids)
             if tokens[-1] in target.stop_ids:
-                message_text = target.tokenizer.decode(tokens[:-1], skip_special_tokens=True)
-                written |= {message_text.strip(): None} if message_text.strip() else {}
-    return list(written)
+                ended.append(str(target.tokenizer.decode(tokens[:-1], skip_special_tokens=True)))
+        written.append([message_text.strip() for message_text in ended if message_text.strip()])
+    return written

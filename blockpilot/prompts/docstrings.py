@@ -1,8 +1,8 @@
-"""Coding prompts made from the docstrings of Python's own standard library.
+"""Coding prompts made from the docstrings of Python's own standard library, or of other packages.
 
 Signatures and docstrings are read from the source files with `ast`; nothing is imported. The
-prompts are those of the running interpreter's library: another Python version has a few others,
-while a function whose docstring did not change keeps its id, text and split.
+prompts are those of what is installed: another version has a few others, while a function whose
+docstring did not change keeps its id, text and split.
 """
 
 import ast
@@ -11,8 +11,10 @@ import logging
 import re
 import sysconfig
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from doctest import DocTestParser
+from importlib.util import find_spec
 from pathlib import Path
 
 from blockpilot.errors import UserError
@@ -57,34 +59,51 @@ METHOD_FORMATS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class StdlibSet:
-    """One prompt per public, documented function or method, ordered by conversation hash."""
+class DocstringSet:
+    """One prompt per public, documented function or method, ordered by conversation hash.
+
+    Attributes:
+        packages: installed packages to read; none: the standard library.
+        examples: doctest examples of one line that follow the description, at most.
+    """
 
     name: str
     held_out: bool
+    packages: Sequence[str]
+    examples: int
 
     def load(self, path: Path | None = None) -> list[Prompt]:
         if path is not None:
-            raise UserError(f"prompt set '{self.name}' reads the standard library, not {path}")
-        library = Path(sysconfig.get_paths()["stdlib"])
+            raise UserError(f"prompt set '{self.name}' reads docstrings, not {path}")
         prompts: dict[str, Prompt] = {}
-        for file in sorted(library.rglob("*.py")):
-            parts = file.relative_to(library).with_suffix("").parts
-            module = tuple(part for part in parts if part != "__init__")
-            if all(map(_is_public, module)) and SKIPPED.isdisjoint(module):
-                for key, text in _requests(".".join(module), file):
-                    prompts.setdefault(
-                        key, Prompt(f"{self.name}/{key}", self.name, (text,), UNASSIGNED)
-                    )
-        where = f"standard library in {library}"
+        for folder, outer in self._folders():
+            for file in sorted(folder.rglob("*.py")):
+                parts = (*outer, *file.relative_to(folder).with_suffix("").parts)
+                module = tuple(part for part in parts if part != "__init__")
+                if all(map(_is_public, module)) and SKIPPED.isdisjoint(module):
+                    for key, text in _requests(".".join(module), file, self.examples):
+                        prompts.setdefault(
+                            key, Prompt(f"{self.name}/{key}", self.name, (text,), UNASSIGNED)
+                        )
+        where = f"docstrings of {', '.join(self.packages) or 'the standard library'}"
         return check_prompts(sorted(prompts.values(), key=lambda prompt: prompt.hash), where)
+
+    def _folders(self) -> Iterator[tuple[Path, tuple[str, ...]]]:
+        """Folders with the names that lead to them; UserError for a package that is missing."""
+        if not self.packages:
+            yield Path(sysconfig.get_paths()["stdlib"]), ()
+        for package in self.packages:
+            spec = find_spec(package)
+            if spec is None or not spec.submodule_search_locations:
+                raise UserError(f"prompt set '{self.name}': package {package} is not installed")
+            yield Path(spec.submodule_search_locations[0]), (package,)
 
 
 def _is_public(name: str) -> bool:
     return not name.startswith("_")
 
 
-def _requests(module: str, file: Path) -> Iterator[tuple[str, str]]:
+def _requests(module: str, file: Path, n_examples: int) -> Iterator[tuple[str, str]]:
     """(key, request) of the documented functions of one source file."""
     try:
         tree = ast.parse(file.read_bytes())
@@ -95,6 +114,7 @@ def _requests(module: str, file: Path) -> Iterator[tuple[str, str]]:
         doc = _first_paragraph(function)
         if doc is None:
             continue
+        doc += _examples(function, n_examples)
         key = f"{module}.{owner}.{function.name}" if owner else f"{module}.{function.name}"
         formats = METHOD_FORMATS if owner else FUNCTION_FORMATS
         args = ast.unparse(function.args)
@@ -127,3 +147,19 @@ def _first_paragraph(function: ast.FunctionDef) -> str | None:
     """The part of the docstring before its first blank line, if it is of a useful length."""
     doc = re.split(r"\n\s*\n", ast.get_docstring(function) or "", maxsplit=1)[0].strip()
     return doc if MIN_WORDS <= len(doc.split()) <= MAX_WORDS else None
+
+
+def _examples(function: ast.FunctionDef, n_most: int) -> str:
+    """The first examples of a docstring that take one line each, as they stand in it."""
+    if not n_most:
+        return ""
+    try:
+        found = DocTestParser().get_examples(ast.get_docstring(function) or "")
+    except ValueError:  # an example that is indented wrongly
+        return ""
+    short = [
+        f"\n>>> {each.source}{each.want.rstrip()}"
+        for each in found
+        if each.want and each.source.count("\n") == each.want.count("\n") == 1
+    ]
+    return "".join(["\n", *short[:n_most], "\n"]) if short else ""
