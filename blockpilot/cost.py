@@ -1,6 +1,7 @@
 """Stage `cost`: what a cycle costs on this machine, per block size and context length.
 
     python -m blockpilot.cost +model=qwen3-4b weights=random drafter.checkpoint=random
+    python -m blockpilot.cost policy.path=outputs/train/<run id>/predictor    # and its predictor
     python -m blockpilot.sweep cost=outputs/cost/<run id>/cost.json
 
 A dense model's cost depends on shapes only, so random weights give the real curve.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
@@ -31,7 +33,9 @@ from blockpilot.decoding.types import Trace
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
+from blockpilot.policies.blockpilot import BlockSizePolicy
 from blockpilot.policies.fixed import FixedPolicy
+from blockpilot.policies.tree import TreePolicy
 from blockpilot.provenance import facts
 from blockpilot.records.files import make_folder, replace_file
 from blockpilot.reporting.tables import show_plan
@@ -41,10 +45,19 @@ from blockpilot.verify.tree import verify
 log = logging.getLogger("blockpilot.cost")  # __name__ is __main__ under python -m
 
 
+@dataclass(frozen=True)
+class Cell:
+    """Verified positions of a chain, or of a tree from a trained block."""
+
+    size: int
+    tree: bool
+
+
 def run(cfg: CostConfig) -> CostCurve:
     """Measure the curve, print it and write cost.json into the run's folder."""
-    sizes, contexts = sorted(set(cfg.sizes)), sorted(set(cfg.contexts))
-    n_decodes = len(sizes) * len(contexts) * (cfg.repeats + 1)
+    contexts = sorted(set(cfg.contexts))
+    n_cells = (len(set(cfg.sizes)) + len(set(cfg.trees))) * len(contexts)
+    n_decodes = n_cells * (cfg.repeats + 1)
     if cfg.plan:
         show_plan(
             {
@@ -59,9 +72,11 @@ def run(cfg: CostConfig) -> CostCurve:
     target = with_engine(load_target(cfg), cfg.engine)
     target.stop_ids = frozenset()  # the text is noise; nothing may end it early
     drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
-    methods = cost_methods(cfg, sizes, drafter, target)
+    methods = cost_methods(cfg, drafter, target)
     points = measured(cfg, target, methods, contexts)
-    curve = CostCurve(cost_settings(cfg, drafter.name, cfg.engine), facts(target.device), points)
+    settings = cost_settings(target, drafter.name)
+    predicting = predictor_seconds(cfg, target, drafter)
+    curve = CostCurve(settings, facts(target.device), points, predicting)
     folder = Path(cfg.paths.outputs) / "cost" / cfg.run_id
     make_folder(folder)
     text = curve.to_json().encode()
@@ -71,22 +86,25 @@ def run(cfg: CostConfig) -> CostCurve:
     return curve
 
 
-def cost_methods(
-    cfg: CostConfig, sizes: list[int], drafter: Drafter, target: Target
-) -> dict[int, Method]:
-    """One bound method per block size; size 1 is plain decoding, which calls no drafter."""
+def cost_methods(cfg: CostConfig, drafter: Drafter, target: Target) -> dict[Cell, Method]:
+    """One bound method per chain size and tree; size 1 is plain decoding, without a drafter."""
     methods = {}
-    for size in sizes:
+    for size in sorted(set(cfg.sizes)):
         policy = FixedPolicy(block_size=size, block_mode=cfg.block_mode)
-        methods[size] = Method(NoDrafter() if size == 1 else drafter, policy, verify)
-        methods[size].bind(target)
+        methods[Cell(size, False)] = Method(NoDrafter() if size == 1 else drafter, policy, verify)
+    for positions in sorted(set(cfg.trees)):
+        methods[Cell(positions, True)] = Method(
+            drafter, TreePolicy(nodes=positions - 1, cost=None, fit=None), verify
+        )
+    for method in methods.values():
+        method.bind(target)
     return methods
 
 
 def measured(
-    cfg: CostConfig, target: Target, methods: dict[int, Method], contexts: list[int]
+    cfg: CostConfig, target: Target, methods: dict[Cell, Method], contexts: list[int]
 ) -> list[CostPoint]:
-    """Points of all sizes and contexts, in shuffled rounds so that a slow moment hits them alike.
+    """Points of all methods and contexts, in shuffled rounds so that a slow moment hits them alike.
 
     The first round warms up. A cycle's cost is the decode loop's time over its cycles, so the
     drafter's reading of the prompt is spread over them.
@@ -100,18 +118,34 @@ def measured(
         ).tolist()
         if problem := check_prompt(target, prompts[context], budget):
             raise UserError(f"contexts={contexts}: {problem}")
-    cells = [(size, context) for size in methods for context in contexts]
-    spent: defaultdict[tuple[int, int], list[dict[str, float]]] = defaultdict(list)
+    cells = [(cell, context) for cell in methods for context in contexts]
+    spent: defaultdict[tuple[Cell, int], list[dict[str, float]]] = defaultdict(list)
     order = random.Random(cfg.seed)
     for round_ in range(cfg.repeats + 1):
         order.shuffle(cells)
-        for size, context in cells:
+        for cell, context in cells:
             sampler = KeyedSampler(temperature=cfg.decoding.temperature, seed=cfg.seed)
-            trace = decode(target, methods[size], prompts[context], sampler, budget)
+            trace = decode(target, methods[cell], prompts[context], sampler, budget)
             if round_:
-                spent[size, context].append(per_cycle(trace))
+                spent[cell, context].append(per_cycle(trace))
         log.info("round %d of %d", round_, cfg.repeats)
-    return [point(*cell, spent[cell]) for cell in sorted(spent)]
+    ordered = sorted(spent, key=lambda key: (key[0].tree, key[0].size, key[1]))
+    return [point(cell, context, spent[cell, context]) for cell, context in ordered]
+
+
+def predictor_seconds(cfg: CostConfig, target: Target, drafter: Drafter) -> list[float] | None:
+    """Quartiles of the seconds from a prefill to the size that a predictor picks, once per prompt.
+
+    None without `policy.path`. The first prediction warms up.
+    """
+    if cfg.policy.path is None:
+        return None
+    method = Method(drafter, BlockSizePolicy(path=cfg.policy.path), verify)
+    method.bind(target)
+    prompt = torch.arange(min(cfg.contexts)).remainder(target.embed_rows).tolist()
+    traces = [decode(target, method, prompt, KeyedSampler(), 2) for _ in range(cfg.repeats + 1)]
+    quartiles = np.quantile([trace.policy_s for trace in traces[1:]], [0.25, 0.5, 0.75])
+    return [float(value) for value in quartiles]
 
 
 def per_cycle(trace: Trace) -> dict[str, float]:
@@ -120,13 +154,12 @@ def per_cycle(trace: Trace) -> dict[str, float]:
     return {name: seconds / len(trace.committed) for name, seconds in parts.items()}
 
 
-def point(block_size: int, context: int, repeats: list[dict[str, float]]) -> CostPoint:
+def point(cell: Cell, context: int, repeats: list[dict[str, float]]) -> CostPoint:
     """Medians and quartiles of some repeats."""
     low, middle, high = np.quantile([each["decode_s"] for each in repeats], [0.25, 0.5, 0.75])
     parts = {part: float(np.median([each[part] for each in repeats])) for part in PARTS}
-    return CostPoint(
-        block_size, context, len(repeats), float(middle), float(low), float(high), **parts
-    )
+    times = float(middle), float(low), float(high)
+    return CostPoint(cell.size, context, len(repeats), *times, **parts, tree=cell.tree)
 
 
 def cost_table(curve: CostCurve) -> Table:
@@ -137,7 +170,11 @@ def cost_table(curve: CostCurve) -> Table:
         quartiles = f"{1e3 * each.cycle_s_q25:.1f}-{1e3 * each.cycle_s_q75:.1f}"
         cells = (f"{1e3 * value:.1f}" for value in (each.cycle_s, each.draft_s, each.verify_s))
         cycle, draft, verify = cells
-        table.add_row(str(each.block_size), str(each.context), cycle, quartiles, draft, verify)
+        size = f"{'tree ' if each.tree else ''}{each.block_size}"
+        table.add_row(size, str(each.context), cycle, quartiles, draft, verify)
+    if curve.predictor_s is not None:
+        low, middle, high = (1e3 * value for value in curve.predictor_s)
+        table.caption = f"predictor: {middle:.2f} ms per prompt ({low:.2f}-{high:.2f})"
     return table
 
 

@@ -58,6 +58,7 @@ RULES = (
     at_least("block_size", 1),
     at_least("radius", 0),
     Rule("sizes", lambda sizes: all(size >= 1 for size in sizes), "a list of sizes >= 1"),
+    Rule("trees", lambda sizes: all(size >= 2 for size in sizes), "a list of sizes >= 2"),
     one_of("block_mode", BLOCK_MODES),
     one_of("mode", MODES),
     at_least("replay.batch_size", 1),

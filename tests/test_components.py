@@ -34,7 +34,11 @@ METHODS = {
     "policy": ("bind", "start", "plan", "next", "observe"),
     "method": ("bind", "start", "plan", "next", "observe"),
 }
-PATH = {"policy-blockpilot": ["policy.path=x"], "method-blockpilot": ["policy.path=x"]}
+PATH = {
+    "policy-blockpilot": ["policy.path=x"],
+    "method-blockpilot": ["policy.path=x"],
+    **{f"method-{name}": ["policy.cost=x"] for name in ("libraspec-exact", "caddtree", "bastion")},
+}
 
 
 @pytest.mark.parametrize("stage", LOADS_A_TARGET)

@@ -39,17 +39,21 @@ def build(file: Path, **values: object) -> object:
 
 
 def bound_methods(drafter_file: Path, policy: Path, target: Target) -> Iterator[tuple[str, Method]]:
+    """Bound methods of a drafter and a policy; one, where the policy is given no size."""
     drafter: Any = build(drafter_file)
     drafter.bind(target)
-    for mode in ("draft", "verify"):
+    sized = "block_size" in OmegaConf.load(policy)
+    for mode in ("draft", "verify") if sized else ("draft",):
         if mode == "verify" and not drafter.has_marginals:
             continue  # refused by name, see test_faults
-        for size in SIZES:
+        for size in SIZES if sized else SIZES[-1:]:
             part: Any = build(policy, block_size=size, block_mode=mode)
             method = Method(drafter, part, verify)
             # No block to size, or no marginals to grow a tree from.
-            needs = {"blockpilot": drafter.trained_block_size, "tree": drafter.has_marginals}
-            if not needs.get(part.name, True):
+            needs = drafter.has_marginals if part.reads_marginals else True
+            if part.name == "blockpilot":
+                needs = drafter.trained_block_size
+            if not needs:
                 with pytest.raises(UserError, match=f"drafter {drafter.name} has no"):
                     method.bind(target)
                 continue

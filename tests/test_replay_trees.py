@@ -10,7 +10,7 @@ from decoding_kit import VOCAB, ScriptedDrafter, perfect, tiny_target, with_stop
 from test_replay import BUDGET, HASHES, PROMPTS, keyed
 from torch import Tensor
 
-from blockpilot.decoding.anchors import Answered, replayed_trace
+from blockpilot.decoding.anchors import Answered
 from blockpilot.decoding.answers import answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import replay
@@ -68,11 +68,11 @@ def test_replayed_trees_have_the_cycles_of_decoded_ones(temperature: float) -> N
         )
         answered = Answered(one.tokens, start, one.prefill_logits, one.prefill_hidden)
         for nodes in (1, 7, 15, 40):
-            method = Method(drafter, TreePolicy(nodes=nodes), verify)
+            method = Method(drafter, TreePolicy(nodes=nodes, cost=None, fit=None), verify)
             method.bind(target)
             wanted = decode(target, method, PROMPTS[row], keyed(temperature, [HASHES[row]]), BUDGET)
-            accepted, plan = method.policy.replayed(found, answered)
-            trace = replayed_trace(accepted, plan, one.tokens, one.stop_reason)
+            choices = method.policy.replayed(found, answered)
+            trace = choices.trace(one.tokens, one.stop_reason)
             assert trace.tokens == wanted.tokens
             for part in ("committed", "drafted", "verified"):
                 assert getattr(trace, part) == getattr(wanted, part), (nodes, part)

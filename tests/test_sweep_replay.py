@@ -11,7 +11,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from stages_kit import composed, performed, sweep_arguments, write_prompts
+from decoding_kit import tiny_target
+from stages_kit import performed, sweep_arguments, write_prompts
 
 from blockpilot import cost, distill, sweep
 from blockpilot.decoding.cost import CostCurve, CostPoint, cost_settings, load_cost
@@ -132,7 +133,7 @@ COST = ["sizes=[1,15,17]", "contexts=[4,40]", "repeats=2", "decoding.max_new_tok
 
 def cost_arguments(folder: Path, *more: str) -> list[str]:
     tiny = sweep_arguments(folder, folder)
-    dropped = ("tracker", "radius", "mode", "prompts", "decoding")
+    dropped = ("tracker", "radius", "mode=", "prompts", "decoding")
     return [*(a for a in tiny if not a.startswith(dropped)), *COST, *more]
 
 
@@ -169,6 +170,14 @@ def points() -> list[CostPoint]:
     return [CostPoint(*cell, 3, seconds, *rest) for cell, seconds in costs.items()]
 
 
+def test_a_predictor_is_timed_on_request(tmp_path: Path) -> None:
+    curve = performed(cost.run, "cost", *cost_arguments(tmp_path, "policy.path=random"))
+    assert curve.predictor_s == sorted(curve.predictor_s)
+    assert curve.predictor_s[0] > 0
+    stored = load_cost(tmp_path / "cost/run/cost.json", {})
+    assert stored.predictor_s == curve.predictor_s
+
+
 def test_costs_are_linear_between_what_was_measured() -> None:
     curve = CostCurve({}, {}, points())
     assert curve.seconds(1, 100) == 2
@@ -177,15 +186,14 @@ def test_costs_are_linear_between_what_was_measured() -> None:
     assert curve.seconds(5, 150) == 7
     assert curve.seconds(9, 5) == 10, "the nearest context"
     trace = Trace(committed=[50, 50, 1], verified=[1, 9, 9], drafted=[0, 8, 8])
-    assert curve.predicted(trace, 100) == {"predicted_decode_s": 2 + 11 + 12}
+    assert curve.predicted(trace, 100, trees=False) == {"predicted_decode_s": 2 + 11 + 12}
     with pytest.raises(UserError, match=r"no cost for block size 10: the curve holds 1\.\.9"):
         curve.seconds(10, 100)
 
 
 @pytest.mark.parametrize("key", ["dtype", "drafter", "engine", "hardware", "threads"])
 def test_a_curve_of_other_settings_is_refused_by_name(tmp_path: Path, key: str) -> None:
-    cfg = composed("sweep", *arguments(tmp_path))
-    settings = cost_settings(cfg, "dflash", "eager")
+    settings = cost_settings(tiny_target(), "dflash")
     curve = CostCurve({**settings, key: "other"}, {}, points())
     file = tmp_path / "cost.json"
     file.write_text(curve.to_json())

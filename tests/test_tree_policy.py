@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from decoding_kit import PROMPT, plain, sampler, tiny_target
 
+from blockpilot.decoding.cost import CostCurve, CostPoint, cost_settings
+from blockpilot.decoding.cost_fits import Roofline, Shapes, convex
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.policies.tree import TreePolicy, accepted_by, best_first
+from blockpilot.policies.tree import FITS, TreePolicy, accepted_by, best_first, paying_nodes
 from blockpilot.verify.tree import branches_of, verify
+
+
+def ddtree(nodes: int) -> TreePolicy:
+    return TreePolicy(nodes=nodes, cost=None, fit=None)
 
 
 def drawn(slots: int, ranks: int, seed: int) -> list[list[float]]:
@@ -84,7 +92,7 @@ def test_what_a_tree_accepts_of_a_text_by_hand() -> None:
 def test_trees_of_a_block_give_plain_decodings_tokens(nodes: int, temperature: float) -> None:
     target = tiny_target()
     wanted = plain(target, 16, sampler(temperature)).tokens
-    method = Method(DFlashDrafter(checkpoint="random"), TreePolicy(nodes=nodes), verify)
+    method = Method(DFlashDrafter(checkpoint="random"), ddtree(nodes), verify)
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(temperature), 16)
     assert trace.tokens == wanted
@@ -96,7 +104,10 @@ def test_a_greedy_tree_accepts_at_least_what_its_chain_does() -> None:
     """As many nodes as the chain, plus a spare: the chain's own path is among the best."""
     target = tiny_target()
     taus = []
-    for policy in (FixedPolicy(block_size=16, block_mode="draft"), TreePolicy(nodes=60)):
+    for policy in (
+        FixedPolicy(block_size=16, block_mode="draft"),
+        ddtree(60),
+    ):
         method = Method(DFlashDrafter(checkpoint="random"), policy, verify)
         method.bind(target)
         committed = decode(target, method, PROMPT, sampler(), 60).committed
@@ -106,6 +117,89 @@ def test_a_greedy_tree_accepts_at_least_what_its_chain_does() -> None:
 
 def test_settings_and_drafters_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match=r"policy.nodes=0: allowed are numbers >= 1"):
-        TreePolicy(nodes=0)
+        ddtree(0)
     with pytest.raises(UserError, match=r"policy tree: drafter none has no slot marginals"):
-        Method(NoDrafter(), TreePolicy(nodes=3), verify).bind(tiny_target())
+        Method(NoDrafter(), ddtree(3), verify).bind(tiny_target())
+
+
+# --- as many nodes as pay ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_nodes_that_pay_are_the_best_of_all_sizes(seed: int) -> None:
+    logprobs = drawn(4, 4, seed)
+    tree = best_first(logprobs, 30)
+    generator = torch.Generator().manual_seed(seed)
+    seconds = (1 + torch.rand(30, generator=generator).cumsum(0) / 10).tolist()
+    scores = [score(path, logprobs) for path in paths_of(tree)]
+    rates = [(1 + sum(scores[:n])) / seconds[n - 1] for n in range(1, 31)]
+    assert paying_nodes(tree, logprobs, seconds) == 1 + rates.index(max(rates))
+    assert paying_nodes(tree, logprobs, [1.0] * 30) == 30, "all nodes, where they cost nothing"
+    assert paying_nodes(tree, logprobs, [10.0**n for n in range(30)]) == 1
+
+
+def test_a_convex_fit_by_hand_and_of_what_is_convex() -> None:
+    assert convex([1, 2, 4, 8]).tolist() == [1, 2, 4, 8]
+    assert convex([1, 3, 4, 4]).tolist() == [1, 2, 3, 4], "increments 2, 1, 0 pool to 1 each"
+    assert convex([5, 4, 4, 6]).tolist() == [5, 5, 5, 7], "a cost does not fall"
+    assert convex([3.0]).tolist() == [3]
+
+
+def test_a_roofline_finds_the_lines_that_made_its_points() -> None:
+    shapes = Shapes(weights=1000, attention=10, keys_values=20)
+    true = Roofline(shapes, (1e-6, 1e-3), (4e-6, 1e-2))
+    cells = [(s, c) for s in (2, 4, 8, 16, 32, 64) for c in (64, 256, 1024)]
+    points = [CostPoint(s, c, 1, true.seconds(s, c), *[0.0] * 6, tree=True) for s, c in cells]
+    found = Roofline.fit(shapes, points)
+    for s, c in cells:
+        assert found.seconds(s, c) == pytest.approx(true.seconds(s, c), rel=0.02)
+
+
+def test_shapes_count_the_weights_of_a_model() -> None:
+    target = tiny_target()
+    matrices = [w for n, w in target.model.named_parameters() if w.ndim == 2 and "embed" not in n]
+    assert Shapes.of(target.config).weights == sum(w.numel() for w in matrices)
+    assert Shapes.of(target.config).keys_values == 2 * 4 * 2 * 8
+
+
+@pytest.fixture
+def curve(tmp_path: Path) -> Path:
+    """Chains and trees for the random tiny pair: more positions cost more."""
+    points = [
+        CostPoint(size, 4, 1, 1.0 + size / 50, 0.0, 0.0, 0.2, 0.8 + size / 50, 0.0, 0.0, tree=tree)
+        for tree, sizes in ((False, (1, 2, 16)), (True, (2, 16, 64)))
+        for size in sizes
+    ]
+    settings = cost_settings(tiny_target(), "dflash")
+    file = tmp_path / "cost.json"
+    file.write_text(CostCurve(settings, {}, points).to_json())
+    return file
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("fit", FITS)
+def test_trees_that_pay_keep_the_output_law(curve: Path, fit: str, temperature: float) -> None:
+    target = tiny_target()
+    wanted = plain(target, 16, sampler(temperature)).tokens
+    policy = TreePolicy(nodes=63, cost=str(curve), fit=fit)
+    method = Method(DFlashDrafter(checkpoint="random"), policy, verify)
+    method.bind(target)
+    trace = decode(target, method, PROMPT, sampler(temperature), 16)
+    assert trace.tokens == wanted
+    assert all(2 <= positions <= 64 for positions in trace.verified)
+
+
+def test_a_curve_that_does_not_fit_is_refused(curve: Path) -> None:
+    def bound(nodes: int, fit: str | None = "convex", target: Any = None) -> None:
+        policy = TreePolicy(nodes=nodes, cost=str(curve), fit=fit)
+        target = target or tiny_target()
+        Method(DFlashDrafter(checkpoint="random"), policy, verify).bind(target)
+
+    with pytest.raises(UserError, match=r"no cost for tree 65: the curve holds 2\.\.64"):
+        bound(64)
+    with pytest.raises(UserError, match="measured with dtype=float64, this run has float32"):
+        bound(7, target=tiny_target(dtype=torch.float32))
+    with pytest.raises(UserError, match=r"policy.fit=None: give both or neither"):
+        bound(7, fit=None)
+    with pytest.raises(UserError, match=r"policy.fit=other: .*convex or roofline"):
+        bound(7, fit="other")

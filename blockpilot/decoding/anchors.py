@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -43,22 +44,34 @@ class Replay:
 
     def trace(self, plan: Plan, tokens: list[int], stop_reason: str) -> Trace:
         """The trace that decoding with this plan would have left, without times."""
-        return replayed_trace(self.accepted[plan].tolist(), plan, tokens, stop_reason)
+        return fixed_choices(self, plan).trace(tokens, stop_reason)
 
 
-def replayed_trace(
-    accepted: Sequence[int], plan: Plan, tokens: list[int], stop_reason: str
-) -> Trace:
-    """The trace of cycles that accept `accepted[a]` proposals at anchor a, without times."""
-    committed = walk(accepted)
-    n_cycles, proposed = len(committed), plan.drafted - 1 if plan.verified > 1 else 0
-    return Trace(
-        tokens=tokens,
-        committed=committed,
-        drafted=[proposed] * n_cycles,
-        verified=[plan.verified] * n_cycles,
-        stop_reason=stop_reason,
-    )
+@dataclass(frozen=True)
+class Choices:
+    """What a policy would do at every anchor of an answer, and what that accepts."""
+
+    accepted: list[int]  # [A] proposals
+    plans: list[Plan]  # [A]
+
+    def trace(self, tokens: list[int], stop_reason: str) -> Trace:
+        """The trace of the cycles that a walk over these anchors visits, without times."""
+        committed = walk(self.accepted)
+        places = [0, *accumulate(committed)][: len(committed)]
+        cycles = [self.plans[place] for place in places]
+        return Trace(
+            tokens=tokens,
+            committed=committed,
+            drafted=[plan.drafted - 1 if plan.verified > 1 else 0 for plan in cycles],
+            verified=[plan.verified for plan in cycles],
+            stop_reason=stop_reason,
+        )
+
+
+def fixed_choices(known: Replay, plan: Plan) -> Choices:
+    """The same plan at every anchor."""
+    accepted = known.accepted[plan].tolist()
+    return Choices(accepted, [plan] * len(accepted))
 
 
 def walk(accepted: Sequence[int]) -> list[int]:

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from blockpilot.config import StageConfig
+from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Trace
-from blockpilot.devices import pick_device, pick_dtype
 from blockpilot.errors import UserError
 from blockpilot.provenance import facts
 
 PARTS = ("draft_s", "verify_s", "policy_s", "other_s")
+_AFTER_DRAFT = ("verify_s", "policy_s", "other_s")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class CostPoint:
     verify_s: float
     policy_s: float
     other_s: float
+    tree: bool = False  # `block_size` positions of a tree from a trained block, the anchor counted
 
 
 @dataclass(frozen=True)
@@ -50,31 +51,51 @@ class CostCurve:
     settings: dict[str, Any]  # must equal those of a run that reads the curve
     machine: dict[str, Any]
     points: list[CostPoint]
+    predictor_s: list[float] | None = None  # quartiles per prompt, where a predictor was timed
 
     def seconds(self, block_size: int, context: int) -> float:
-        """Seconds per cycle, linear between measured block sizes and contexts.
+        """Seconds of a cycle that drafts and verifies a chain of `block_size` slots.
 
-        Outside the measured contexts the nearest one counts. Raises UserError for a block size
-        outside the measured ones.
+        Linear between measured sizes and contexts; outside the measured contexts the nearest one
+        counts. Raises UserError for a size outside the measured ones; so do the other methods.
         """
-        sizes = sorted({point.block_size for point in self.points})
-        if not sizes[0] <= block_size <= sizes[-1]:
-            raise UserError(
-                f"no cost for block size {block_size}: the curve holds {sizes[0]}..{sizes[-1]}"
-            )
-        return float(np.interp(block_size, sizes, [self._at(size, context) for size in sizes]))
+        return self._between("cycle_s", block_size, context)
 
-    def _at(self, block_size: int, context: int) -> float:
-        points = [point for point in self.points if point.block_size == block_size]
-        points.sort(key=lambda point: point.context)
-        contexts, costs = [p.context for p in points], [p.cycle_s for p in points]
-        return float(np.interp(context, contexts, costs))
+    def cut_seconds(self, drafted: int, verified: int, context: int) -> float:
+        """Seconds of a cycle that drafts a block and verifies its first `verified` slots."""
+        draft = self._between("draft_s", drafted, context)
+        return draft + sum(self._between(part, verified, context) for part in _AFTER_DRAFT)
 
-    def predicted(self, trace: Trace, n_prompt_tokens: int) -> dict[str, float]:
+    def tree_seconds(self, positions: int, context: int) -> float:
+        """Seconds of a cycle that verifies a tree of `positions` nodes, the anchor counted."""
+        return self._between("cycle_s", positions, context, tree=True)
+
+    def _between(self, part: str, size: int, context: int, *, tree: bool = False) -> float:
+        points = [point for point in self.points if point.tree == tree]
+        sizes = sorted({point.block_size for point in points})
+        if not sizes or not sizes[0] <= size <= sizes[-1]:
+            what, held = "tree" if tree else "block size", "nothing"
+            if sizes:
+                held = f"{sizes[0]}..{sizes[-1]}"
+            raise UserError(f"no cost for {what} {size}: the curve holds {held}")
+        at = []
+        for each in sizes:
+            mine = sorted((p for p in points if p.block_size == each), key=lambda p: p.context)
+            costs = [getattr(point, part) for point in mine]
+            at.append(np.interp(context, [point.context for point in mine], costs))
+        return float(np.interp(size, sizes, at))
+
+    def predicted(self, trace: Trace, n_prompt_tokens: int, *, trees: bool) -> dict[str, float]:
         """Record column of a replayed trace: the seconds that its cycles would have taken."""
         seconds, position = 0.0, n_prompt_tokens
-        for verified, committed in zip(trace.verified, trace.committed, strict=True):
-            seconds += self.seconds(verified, position)
+        cycles = zip(trace.drafted, trace.verified, trace.committed, strict=True)
+        for drafted, verified, committed in cycles:
+            if trees:
+                seconds += self.tree_seconds(verified, position)
+            elif verified > 1 and drafted + 1 != verified:
+                seconds += self.cut_seconds(drafted + 1, verified, position)
+            else:
+                seconds += self.seconds(verified, position)
             position += committed
         return {"predicted_decode_s": seconds}
 
@@ -83,19 +104,18 @@ class CostCurve:
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
-def cost_settings(cfg: StageConfig, drafter: str, engine: str) -> dict[str, Any]:
-    """What a cycle's cost depends on, as far as a run's configuration and machine say."""
-    device = pick_device(cfg.device)
-    machine = facts(device)
+def cost_settings(target: TargetModel, drafter: str) -> dict[str, Any]:
+    """What a cycle's cost depends on, as far as a bound pair and its machine say."""
+    machine = facts(target.device)
     return {
-        "target": cfg.model.name,
+        "target": target.name,
         "drafter": drafter,
-        "dtype": str(pick_dtype(cfg.dtype, cfg.model.dtype, device)).removeprefix("torch."),
-        "attention": cfg.attention,
-        "engine": engine,
-        "device": device.type,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": target.config._attn_implementation,
+        "engine": target.engine,
+        "device": target.device.type,
         "hardware": machine["gpu"] or machine["cpu"],
-        "threads": machine["threads"] if device.type == "cpu" else None,
+        "threads": machine["threads"] if target.device.type == "cpu" else None,
     }
 
 
@@ -108,7 +128,7 @@ def load_cost(path: str | Path, settings: Mapping[str, Any]) -> CostCurve:
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         points = [CostPoint(**point) for point in raw["points"]]
-        curve = CostCurve(raw["settings"], raw["machine"], points)
+        curve = CostCurve(raw["settings"], raw["machine"], points, raw.get("predictor_s"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"cost={path}: no cost curve ({error}); measure one with python -m blockpilot.cost"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from blockpilot.decoding.anchors import Answered, Replay
+from blockpilot.decoding.anchors import Answered, Choices, Replay
 from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.types import Branches, Draft, Forward, Plan, Verdict, View
 
@@ -28,6 +28,7 @@ class TargetModel(Protocol):
     device: torch.device
     dtype: torch.dtype
     embed_rows: int  # rows of the embedding: the vocabulary with its padding
+    engine: str
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., D] of ids [...]."""
@@ -100,6 +101,7 @@ class Policy(Protocol):
     block_mode: str
     widest: int  # most slots that any of its plans asks for, known once bound
     reads_marginals: bool  # of a replay: it needs the candidates of the trained block's slots
+    tree: bool  # what it verifies may branch
 
     def bind(self, target: TargetModel, drafter: Drafter) -> None:
         """Load what it needs and check that it fits this target and bound drafter (UserError)."""
@@ -125,10 +127,8 @@ class Policy(Protocol):
         """Plans whose accepted lengths its replay reads; known once bound."""
         ...
 
-    def replayed(self, known: Replay, answered: Answered) -> tuple[list[int], Plan]:
-        """Accepted proposals at every anchor of an answer, had this policy decoded it, and what
-        each of its cycles drafts and verifies.
-        """
+    def replayed(self, known: Replay, answered: Answered) -> Choices:
+        """What this policy would have done at every anchor of an answer."""
         ...
 
 

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from blockpilot.decoding.anchors import Answered, Replay
+from blockpilot.decoding.anchors import Answered, Choices, Replay, fixed_choices
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
@@ -33,6 +33,7 @@ class BlockSizePolicy:
 
     name = "blockpilot"
     reads_marginals = False
+    tree = False
 
     def __init__(self, *, path: str) -> None:
         self.path = path
@@ -103,13 +104,13 @@ class BlockSizePolicy:
     def replay_plans(self) -> list[Plan]:
         return self.plans
 
-    def replayed(self, known: Replay, answered: Answered) -> tuple[list[int], Plan]:
+    def replayed(self, known: Replay, answered: Answered) -> Choices:
         """The predictor is asked as it is while decoding."""
         assert self.net is not None
         device = self.net.head.weight.device
         logits, hidden = answered.prefill_logits.to(device), answered.prefill_hidden.to(device)
         plan = self.choose(logits, hidden, answered.n_prompt_tokens)
-        return known.accepted[plan].tolist(), plan
+        return fixed_choices(known, plan)
 
 
 def _random(target: TargetModel, drafter: Drafter) -> BlockSizeNet:

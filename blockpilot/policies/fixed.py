@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockpilot.decoding.anchors import Answered, Replay
+from blockpilot.decoding.anchors import Answered, Choices, Replay, fixed_choices
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
@@ -37,6 +37,7 @@ class FixedPolicy:
 
     name = "fixed"
     reads_marginals = False
+    tree = False
 
     def __init__(self, *, block_size: int | None, block_mode: str) -> None:
         self.block_size: int | None = block_size
@@ -65,5 +66,5 @@ class FixedPolicy:
     def replay_plans(self) -> list[Plan]:
         return [self.fixed_plan]
 
-    def replayed(self, known: Replay, answered: Answered) -> tuple[list[int], Plan]:
-        return known.accepted[self.fixed_plan].tolist(), self.fixed_plan
+    def replayed(self, known: Replay, answered: Answered) -> Choices:
+        return fixed_choices(known, self.fixed_plan)

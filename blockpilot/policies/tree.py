@@ -1,48 +1,85 @@
-"""Trees from the marginals of one drafted block: DDTree (arXiv 2604.12989).
+"""Trees from the marginals of one drafted block: DDTree (arXiv 2604.12989), CaDDTree (2606.01813)
+and BASTION (2605.29727).
 
 A block drafter gives every slot a distribution of its own. A node is a choice of tokens for the
 first d slots and scores the product of their probabilities; best-first by score gives, for every
-number of nodes, the prefix-closed tree with the largest expected number of accepted tokens.
+number of nodes, the prefix-closed tree with the largest expected number of accepted tokens. How
+many nodes pay depends on what verifying them costs.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from blockpilot.decoding.anchors import TOP, Answered, Replay
+from blockpilot.decoding.anchors import TOP, Answered, Choices, Replay
+from blockpilot.decoding.cost import cost_settings, load_cost
+from blockpilot.decoding.cost_fits import Roofline, Shapes, convex
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
 
+FITS = ("convex", "roofline")
+
+Node = tuple[int, int, int]  # slot, rank among its candidates, parent
+
 
 class TreePolicy:
-    """Verifies a tree of `nodes` proposed tokens, the anchor not counted, from the trained block.
+    """Verifies a tree of proposed tokens from the trained block.
 
-    One child per slot, `nodes` = B - 1, is not plain DFlash: the best tree of that size may branch.
+    Without `cost` it has `nodes` tokens, the anchor not counted (DDTree). With `cost`, the file of
+    a curve with trees measured on this pair and machine, it has at most that many: as many as
+    promise the most tokens per second. `fit` smooths the curve: `convex` (CaDDTree), `roofline`
+    (BASTION). With `nodes` = B - 1 it is not plain DFlash: the best tree may branch.
     """
 
     name = "tree"
     reads_marginals = True
+    tree = True
 
-    def __init__(self, *, nodes: int) -> None:
+    def __init__(self, *, nodes: int, cost: str | None, fit: str | None) -> None:
         if nodes < 1:
             raise UserError(f"policy.nodes={nodes}: allowed are numbers >= 1")
-        self.nodes = nodes
-        self.block_size, self.block_mode = nodes + 1, "draft"
+        if (cost is None) != (fit is None) or fit not in (None, *FITS):
+            raise UserError(
+                f"policy.cost={cost}, policy.fit={fit}: give both or neither, fit is "
+                f"{' or '.join(FITS)}"
+            )
+        self.nodes, self.cost, self.fit = nodes, cost, fit
+        self.block_size: int | None = nodes + 1
+        self.block_mode = "draft"
 
     def bind(self, target: TargetModel, drafter: Drafter) -> None:
-        """Refuse a drafter without per-slot marginals (UserError)."""
+        """Refuse a drafter without per-slot marginals, and a curve of another pair or machine or
+        without trees of `nodes` tokens (UserError).
+        """
         if not drafter.has_marginals or drafter.trained_block_size is None:
             raise UserError(f"policy {self.name}: drafter {drafter.name} has no slot marginals")
         self.block_plan = Plan(drafter.trained_block_size, drafter.trained_block_size)
         self.widest = max(self.nodes + 1, drafter.trained_block_size)
+        if self.cost is not None:
+            curve = load_cost(self.cost, cost_settings(target, drafter.name))
+            curve.tree_seconds(2, 1), curve.tree_seconds(self.nodes + 1, 1)
+            self._curve = curve
+            if self.fit == "roofline":
+                trees = [point for point in curve.points if point.tree]
+                self._roofline = Roofline.fit(Shapes.of(target.config), trees)
+
+    def _costs(self, context: int) -> Sequence[float]:
+        """Seconds of a cycle with 1..nodes tokens behind a context; empty for a fixed number."""
+        positions = range(2, self.nodes + 2)
+        if self.cost is None:
+            return []
+        if self.fit == "roofline":
+            return [self._roofline.seconds(s, context) for s in positions]
+        return convex([self._curve.tree_seconds(s, context) for s in positions]).tolist()
 
     def start(self, view: View) -> None:
-        """Reads nothing of the prompt."""
+        """The costs of this prompt's cycles, taken at its length."""
+        self._seconds = self._costs(len(view.prompt_ids))
 
     def plan(self, view: View) -> Plan:
         return self.block_plan
@@ -57,7 +94,7 @@ class TreePolicy:
         logits = draft.logits.float()
         top = logits.topk(ranks, dim=-1)
         logprobs = top.values - logits.logsumexp(dim=-1, keepdim=True)
-        tree = best_first(logprobs.tolist(), self.nodes)
+        tree = self._grown(logprobs.tolist(), self._seconds)
         index = torch.tensor(
             [slot * ranks + rank for slot, rank, _ in tree], device=draft.tokens.device
         )
@@ -70,10 +107,16 @@ class TreePolicy:
     def replay_plans(self) -> list[Plan]:
         return []
 
-    def replayed(self, known: Replay, answered: Answered) -> tuple[list[int], Plan]:
+    def _grown(self, logprobs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[Node]:
+        tree = best_first(logprobs, self.nodes)
+        return tree[: paying_nodes(tree, logprobs, seconds)] if seconds else tree
+
+    def replayed(self, known: Replay, answered: Answered) -> Choices:
         """The tree of every anchor, from its marginals, against the tokens that follow it."""
         accepted: list[int] = []
+        plans: list[Plan] = []
         if known.marginals is not None:
+            seconds = self._costs(answered.n_prompt_tokens)
             candidates = known.marginals.top_tokens.tolist()
             logprobs = known.marginals.top_logprobs.tolist()
             for anchor, slots in enumerate(candidates):
@@ -82,11 +125,30 @@ class TreePolicy:
                     slot.index(token) if token in slot else -1
                     for token, slot in zip(following, slots, strict=False)
                 ]
-                accepted.append(accepted_by(best_first(logprobs[anchor], self.nodes), ranks))
-        return accepted, replace(self.block_plan, verified=self.nodes + 1)
+                tree = self._grown(logprobs[anchor], seconds)
+                accepted.append(accepted_by(tree, ranks))
+                plans.append(Plan(self.block_plan.drafted, len(tree) + 1))
+        return Choices(accepted, plans)
 
 
-def best_first(logprobs: Sequence[Sequence[float]], n_nodes: int) -> list[tuple[int, int, int]]:
+def paying_nodes(
+    tree: Sequence[Node], logprobs: Sequence[Sequence[float]], seconds: Sequence[float]
+) -> int:
+    """Leading nodes of a best-first tree that promise the most tokens per second.
+
+    `seconds[n - 1]` is a cycle's cost with n nodes. Expected are the target's own token and the
+    nodes' scores. All sizes are tried: stopping at the first loss needs a convex cost.
+    """
+    scores, best, best_rate, expected = [1.0], 1, 0.0, 1.0
+    for n, (slot, rank, parent) in enumerate(tree, start=1):
+        scores.append(scores[parent] * math.exp(logprobs[slot][rank]))
+        expected += scores[n]
+        if expected / seconds[n - 1] > best_rate:
+            best, best_rate = n, expected / seconds[n - 1]
+    return best
+
+
+def best_first(logprobs: Sequence[Sequence[float]], n_nodes: int) -> list[Node]:
     """(slot, rank, parent) of the best prefix-closed tree, in the order of falling scores.
 
     `logprobs` [S][R] are each slot's best candidates, best first; parents are node numbers, 0 the
@@ -94,7 +156,7 @@ def best_first(logprobs: Sequence[Sequence[float]], n_nodes: int) -> list[tuple[
     the heap holds at most two entries per node. Fewer nodes come back when the slots hold fewer.
     """
     heap = [(-logprobs[0][0], 0, 0, 0, 0.0)]  # minus score, slot, rank, parent, parent's score
-    tree: list[tuple[int, int, int]] = []
+    tree: list[Node] = []
     while heap and len(tree) < n_nodes:
         minus, slot, rank, parent, above = heapq.heappop(heap)
         tree.append((slot, rank, parent))
@@ -107,7 +169,7 @@ def best_first(logprobs: Sequence[Sequence[float]], n_nodes: int) -> list[tuple[
     return tree
 
 
-def accepted_by(tree: Sequence[tuple[int, int, int]], ranks: Sequence[int]) -> int:
+def accepted_by(tree: Sequence[Node], ranks: Sequence[int]) -> int:
     """Leading tokens of a text that a tree holds; `ranks` [S] are theirs among each slot's
     candidates, -1 where a token is none of them.
     """

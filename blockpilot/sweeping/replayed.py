@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from blockpilot.config import SweepConfig
-from blockpilot.decoding.anchors import Answered, Replay, replayed_trace
+from blockpilot.decoding.anchors import Answered, Replay
 from blockpilot.decoding.answers import Answer, answer
 from blockpilot.decoding.cost import CostCurve
 from blockpilot.decoding.loop import Method
@@ -151,14 +151,14 @@ class ReplayedSweep(Rows):
             )
             traces = {}
             for name, method in self.methods.items():
-                accepted, plan = method.policy.replayed(found, answered)
-                traces[name] = replayed_trace(accepted, plan, said.tokens, said.stop_reason)
+                choices = method.policy.replayed(found, answered)
+                traces[name] = choices.trace(said.tokens, said.stop_reason)
         rows = []
         for name, trace in traces.items():
             row = ok_row(self.settings(prompt, number, name), trace, n_prompt_tokens=len(turn.ids))
-            # The curve is of chains, which draft as many slots as they verify, or more.
-            if self.cost is not None and not self.methods[name].policy.reads_marginals:
-                row |= self.cost.predicted(trace, len(turn.ids))
+            if self.cost is not None:
+                trees = self.methods[name].policy.tree
+                row |= self.cost.predicted(trace, len(turn.ids), trees=trees)
             rows.append(row)
         return rows
 
