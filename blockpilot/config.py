@@ -55,6 +55,7 @@ class PromptsConfig:
     sets: dict[str, Any]
     limit: int | None
     path: str | None
+    folder: str | None
     split: str | None
 
 
@@ -88,6 +89,13 @@ class StageConfig(JobConfig):
 
 
 @dataclass
+class PolicyPath:
+    """Where a trained policy lies."""
+
+    path: str | None
+
+
+@dataclass
 class CostConfig(StageConfig):
     """Schema of conf/cost.yaml."""
 
@@ -95,9 +103,11 @@ class CostConfig(StageConfig):
     engine: str
     drafter: Any
     sizes: list[int]
+    trees: list[int]
     block_mode: str
     contexts: list[int]
     repeats: int
+    policy: PolicyPath
 
 
 @dataclass
@@ -111,10 +121,10 @@ class ReplayConfig:
 
 
 @dataclass
-class PolicyPath:
-    """Where a trained policy lies."""
+class PolicyFiles(PolicyPath):
+    """What policies of a sweep read."""
 
-    path: str | None
+    cost: str | None
 
 
 @dataclass
@@ -128,7 +138,7 @@ class SweepConfig(StageConfig):
     cost: str | None  # file of a cost curve, for predicted times
     prompts: PromptsConfig
     drafter: Any
-    policy: PolicyPath
+    policy: PolicyFiles
     methods: dict[str, Any]  # policies beside the fixed sizes, by the name of the method
     tracker: Any
     radius: int
@@ -141,7 +151,8 @@ class DatasetConfig(JobConfig):
     """Schema of conf/dataset.yaml."""
 
     runs: list[str]  # folders of sweeps
-    sizes: list[int] | None  # candidates, 1 included or not; null: all drafted ones of the runs
+    sizes: list[int] | None  # candidates, 1 included or not
+    radius: int | None  # k: candidates B-k..B+k; null, and no sizes: all drafted ones of the runs
     label: str
     objective: str
     sharpness: float  # of label=soft, as a share of the best fixed size's mean gain
@@ -178,6 +189,37 @@ class EvaluateConfig(JobConfig):
 
     dataset: str
     policies: list[str]
+    timed: str | None  # folder of a decoded sweep
+
+
+@dataclass
+class ReportConfig(JobConfig):
+    """Schema of conf/report.yaml."""
+
+    runs: list[str]  # folders of sweeps, evaluations and cost curves
+
+
+@dataclass
+class PipelineRecords:
+    """Schema of conf/records: sweeps that several experiments learn from and are scored on."""
+
+    name: str
+    options: str  # of every sweep: the model, the budget, the temperature
+    test: str  # options that name the test prompts
+    timed: int  # test prompts per set that are decoded and timed
+    runs: str  # folders of the sweeps, with commas between them
+    scored: str  # those of them that hold the test prompts
+    steps: list[str]
+
+
+@dataclass
+class PipelineConfig(JobConfig):
+    """Schema of conf/pipeline.yaml."""
+
+    plan: bool
+    records: PipelineRecords  # its steps come first
+    steps: list[str]  # a stage and its options each
+    extra: dict[str, list[str]]  # further options for every step of a stage
 
 
 @dataclass

@@ -38,6 +38,7 @@ def run(cfg: DatasetConfig) -> Examples:
         folders,
         [read_records(folder) for folder in folders],
         sizes=cfg.sizes,
+        radius=cfg.radius,
         label=cfg.label,
         objective=cfg.objective,
         sharpness=cfg.sharpness,

@@ -1,15 +1,17 @@
 """Stage `evaluate`: trained predictors against the best fixed size, on prompts unseen by any stage.
 
     python -m blockpilot.evaluate dataset=outputs/dataset/<run id> \
-        policies=[outputs/train/<run id>/predictor]
+        policies=[outputs/train/<run id>/predictor] timed=outputs/sweep/<run id>
 
 Scores the split `test` of a dataset: each prompt's gain at the size that a predictor picks, from
 the records that the dataset was made of. The fixed size is the best one of the split `policy`.
+`timed` is a decoded sweep whose methods, policies among them, are compared with that size by time.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import hydra
@@ -22,15 +24,21 @@ from blockpilot.config import EvaluateConfig
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
 from blockpilot.policies.blockpilot import BlockSizePolicy
+from blockpilot.policies.blockpilot_net import parameters_of
 from blockpilot.prompts.base import POLICY, TEST
-from blockpilot.records.files import make_folder, replace_file
-from blockpilot.reporting.evaluation import Gains, Ints, evaluate, evaluation_table
+from blockpilot.records.files import make_folder, write_csv
+from blockpilot.records.schema import PLAIN
+from blockpilot.records.store import read_records
+from blockpilot.reporting.evaluation import Gains, Ints, evaluate, evaluation_table, timed_table
+from blockpilot.reporting.hindsight import per_cycle_gains
+from blockpilot.reporting.tables import render
 from blockpilot.runtime import stage
 from blockpilot.training.examples import Examples, load_examples
 
 log = logging.getLogger("blockpilot.evaluate")  # __name__ is __main__ under python -m
 
 POOLED = "all"
+NO_DRAFTER = "none"
 
 
 def run(cfg: EvaluateConfig) -> pd.DataFrame:
@@ -41,12 +49,33 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
         if len(part) < 2:
             raise UserError(f"dataset={cfg.dataset}: {len(part)} examples in split {name}")
     fixed = labels.best_fixed(learnt.gains.numpy())
-    choices = {Path(path).parent.name: chosen_sizes(path, test) for path in cfg.policies}
-    if len(choices) < len(cfg.policies):
+    policies = {
+        Path(path).parent.name: BlockSizePolicy.from_pretrained(path) for path in cfg.policies
+    }
+    if len(policies) < len(cfg.policies):
         raise UserError(f"policies={list(cfg.policies)}: two come from runs of one name")
-    size, origin = examples.origin.sizes[fixed], examples.origin
+    timed = None if cfg.timed is None else timed_lines(cfg, examples, fixed)
+    choices = {name: chosen_sizes(policy, test) for name, policy in policies.items()}
+    table = pd.concat(scored(test, fixed, choices), ignore_index=True)
+    if policies:
+        table = table.merge(pd.DataFrame(map(facts_of, policies.items())), how="left", on="method")
+    folder = Path(cfg.paths.outputs) / "evaluate" / cfg.run_id
+    make_folder(folder)
+    write_csv(table, folder / "evaluation.csv")
+    if timed is not None:
+        write_csv(timed, folder / "timed.csv")
+    log.info("lines in %s", folder / "evaluation.csv")
+    return table
+
+
+def scored(test: Examples, fixed: int, choices: Mapping[str, Ints]) -> Iterator[pd.DataFrame]:
+    """Lines of every prompt set and of all, printed as they come."""
+    origin = test.origin
     unit = "tau" if origin.objective == "tau" else "tokens/s"
-    frames = []
+    hindsight = per_cycle_gains(
+        [Path(run) for run in origin.runs], test.prompt_id, origin.sizes, test.seconds.numpy()
+    )
+    others = {} if hindsight is None else {"per cycle, in hindsight": hindsight}
     for name in [*dict.fromkeys(test.prompt_set), POOLED]:
         rows = [i for i, each in enumerate(test.prompt_set) if name in (each, POOLED)]
         if len(rows) < 2:
@@ -55,32 +84,65 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
             part.numpy()[rows] for part in (test.gains, test.first_half, test.second_half)
         )
         picked = {method: sizes[rows] for method, sizes in choices.items()}
-        lines = evaluate(Gains(whole, first, second), fixed, picked)
+        extra = {method: values[rows] for method, values in others.items()}
+        lines = evaluate(Gains(whole, first, second), fixed, picked, extra)
+        size = origin.sizes[fixed]
         title = f"{name}: {len(rows)} prompts, best fixed size of the policy split {size}"
         Console().print(evaluation_table(lines, title, unit))
         null = labels.luck_null(whole) if len(origin.sizes) > 1 else None
         if null is not None:
             log.info("oracle by luck alone: %.3f +- %.3f, p = %.2f", *_values(null))
-        frames.append(lines.assign(prompt_set=name, prompts=len(rows), fixed_size=size))
-    table = pd.concat(frames, ignore_index=True)
-    folder = Path(cfg.paths.outputs) / "evaluate" / cfg.run_id
-    make_folder(folder)
-    text = table.to_csv(index=False).encode()
-    replace_file(folder / "evaluation.csv", lambda stream: stream.write(text))
-    log.info("lines in %s", folder / "evaluation.csv")
+            lines = lines.assign(luck_null=null.mean, luck_null_std=null.std)
+        yield lines.assign(prompt_set=name, prompts=len(rows), fixed_size=size, unit=unit)
+
+
+def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataFrame:
+    """Lines of the decoded sweep `timed`, compared with the best fixed size; printed.
+
+    Raises UserError for a sweep that was not decoded, of another pair, without that size, or of
+    prompts of other splits.
+    """
+    records, origin = read_records(Path(cfg.timed or "")), examples.origin
+    drafted = records[records["drafter"] != NO_DRAFTER]
+    for what, found, wanted in (
+        ("mode", records["mode"], "decode"),
+        ("split", records["split"], TEST),
+        ("target", records["target"], origin.target),
+        ("drafter", drafted["drafter_checkpoint"], origin.drafter),
+        ("block_mode", drafted["block_mode"], origin.block_mode),
+    ):
+        if other := set(found) - {wanted}:
+            raise UserError(f"timed={cfg.timed}: {what} {other.pop()}, wanted is {wanted}")
+    size = origin.sizes[fixed]
+    named = drafted[(drafted["policy"] == "fixed") & (drafted["block_size"] == size)]["method"]
+    base = PLAIN if size == 1 else next(iter(named.unique()), None)
+    if base is None:
+        raise UserError(f"timed={cfg.timed}: lacks the best fixed size {size}; add sizes=[{size}]")
+    table = timed_table(records, base)
+    Console().print(render(table, f"timed, {base} is the best fixed size of the policy split"))
     return table
+
+
+def facts_of(item: tuple[str, BlockSizePolicy]) -> dict[str, str | int | float]:
+    """What tells a predictor apart, for the lines of its method."""
+    name, policy = item
+    assert policy.net is not None
+    config = policy.net.config
+    facts: dict[str, str | int | float] = {"method": name, "parameters": parameters_of(policy.net)}
+    for key in ("features", "hidden", "depth", "label", "objective"):
+        facts[key] = getattr(config, key)
+    return facts
 
 
 def _values(null: labels.LuckNull) -> tuple[float, float, float]:
     return null.mean, null.std, null.p_value
 
 
-def chosen_sizes(path: str, test: Examples) -> Ints:
+def chosen_sizes(policy: BlockSizePolicy, test: Examples) -> Ints:
     """Index [P] of the size that a predictor picks for each example.
 
     Raises UserError for a predictor of other sizes or another pair, naming what differs.
     """
-    policy = BlockSizePolicy.from_pretrained(path)
     assert policy.net is not None
     config, origin = policy.net.config, test.origin
     for what, theirs, ours in (
@@ -90,7 +152,9 @@ def chosen_sizes(path: str, test: Examples) -> Ints:
         ("block_mode", config.block_mode, origin.block_mode),
     ):
         if theirs != ours:
-            raise UserError(f"policy {path}: trained for {what} {theirs}, the dataset has {ours}")
+            raise UserError(
+                f"policy {policy.path}: trained for {what} {theirs}, the dataset has {ours}"
+            )
     scores = policy.scores(test.logits, test.hidden, test.n_prompt_tokens)
     return np.asarray(scores.argmax(dim=1).numpy())
 

@@ -74,3 +74,18 @@ def luck_null(gains: Floats, *, draws: int = 2000, seed: int = 0) -> LuckNull:
         oracles[draw] = oracle(fitted + generator.permuted(residuals, axis=0))
     p_value = (1 + (oracles >= oracle(gains)).sum()) / (1 + draws)
     return LuckNull(float(oracles.mean()), float(oracles.std()), float(p_value))
+
+
+def hindsight_seconds(accepted: Ints, seconds: Floats) -> float:
+    """Least time of an answer when every cycle may have a size of its own, known in advance.
+
+    `accepted` [A, m] are the accepted lengths at each anchor of an answer for each size, `seconds`
+    [m] what a cycle of that size costs: the shortest path over the anchors. With all costs 1 it
+    counts the fewest cycles. No policy reaches it: it sees the answer.
+    """
+    n = len(accepted)
+    left = np.zeros(n + 1)
+    for anchor in range(n - 1, -1, -1):
+        reached = np.minimum(anchor + accepted[anchor] + 1, n)
+        left[anchor] = (seconds + left[reached]).min()
+    return float(left[0])

@@ -216,7 +216,7 @@ def _run_jobs(launch: _Launch, hydra_main: Callable[[], Any]) -> int:
     except (UserError, HydraException, OmegaConfBaseException, OSError, ValueError) as error:
         if show_traces:
             raise
-        _say(f"{launch.name}: error: {_obstacle(error) or explain(error)}")
+        _say(f"{launch.name}: error: {obstacle(error) or explain(error)}")
         code = 2
     if launch.planned:
         _summarise(launch)
@@ -244,7 +244,7 @@ def _run_job(
     status, code, told, trace = "done", 0, None, None
     try:
         setup_logging()
-        _write_status(folder, "running", overrides)
+        write_status(folder, "running", overrides)
         checked = typed(cfg, schema)
         seed_everything(checked.seed)
         torch.set_num_threads(checked.threads or threads)
@@ -253,7 +253,7 @@ def _run_job(
         status, code = "interrupted", 130
         raise
     except Exception as error:
-        status, told, trace = "failed", _obstacle(error), traceback.format_exc()
+        status, told, trace = "failed", obstacle(error), traceback.format_exc()
         code = 1 if told is None or isinstance(error, IncompleteError) else 2
         if told is None:
             told = f"{type(error).__name__}: {error}"
@@ -262,20 +262,20 @@ def _run_job(
         _say(f"{label}: error: {told}")
     finally:
         launch.jobs.append(_Job(number, status, code, told))
-        _write_status(folder, status, overrides, told, trace)
+        write_status(folder, status, overrides, told, trace)
         torch.set_num_threads(threads)
         # The model of this job must be gone before the next one loads its own.
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _obstacle(error: BaseException) -> str | None:
+def obstacle(error: BaseException) -> str | None:
     """One line for an error that is no defect of the program, else None."""
     cause = error.__cause__
     if isinstance(error, InstantiationException) and cause is not None:
         # Hydra wraps what the constructor of a component raises.
         unknown = isinstance(cause, TypeError) and "unexpected keyword argument" in str(cause)
-        return str(cause) if unknown else _obstacle(cause)
+        return str(cause) if unknown else obstacle(cause)
     if isinstance(error, UserError | IncompleteError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -313,7 +313,7 @@ def _summarise(launch: _Launch) -> None:
             _say(line)
 
 
-def _write_status(
+def write_status(
     folder: Path,
     status: str,
     overrides: list[str],

@@ -35,6 +35,7 @@ from blockpilot.prompts.load import load_prompts
 from blockpilot.provenance import facts
 from blockpilot.records.schema import PLAIN
 from blockpilot.records.store import Store, missing_prompts, read_records, shard, write_parquet
+from blockpilot.records.texts import save_prompts
 from blockpilot.reporting.tables import render as render_table
 from blockpilot.reporting.tables import show_plan, sweep_table
 from blockpilot.runtime import IncompleteError, meet, stage, world
@@ -62,6 +63,7 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
         limit=cfg.prompts.limit,
         path=cfg.prompts.path,
         split=cfg.prompts.split,
+        folder=cfg.prompts.folder,
     )
     if cfg.plan:
         show_plan(sweep_plan(cfg, prompts))
@@ -85,6 +87,8 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
             provenance=facts(target.device),
         ) as store,
     ):
+        if place.rank == 0:
+            save_prompts(folder, prompts)
         missing = set(missing_prompts(folder, expected))
         todo = [p for p in shard(prompts, place.rank, place.size) if p.id in missing]
         log.info("%d of %d prompts to do, methods: %s", len(todo), len(prompts), ", ".join(methods))
@@ -110,9 +114,7 @@ def new_sweep(
     """The sweep of the mode asked for; a drafter that cannot be replayed is decoded, told so."""
     if cfg.mode == "replay" and drafter.replayable:
         cost = (
-            None
-            if cfg.cost is None
-            else load_cost(cfg.cost, cost_settings(cfg, drafter.name, cfg.engine))
+            None if cfg.cost is None else load_cost(cfg.cost, cost_settings(target, drafter.name))
         )
         return ReplayedSweep(cfg, target, methods, folder, drafter, cost)
     if cfg.cost is not None:

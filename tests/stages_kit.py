@@ -23,6 +23,8 @@ from blockpilot.config import (
     EvaluateConfig,
     GenerateConfig,
     JobConfig,
+    PipelineConfig,
+    ReportConfig,
     SweepConfig,
     TrainConfig,
     typed,
@@ -58,6 +60,8 @@ SCHEMAS = {
     "dataset": DatasetConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
+    "report": ReportConfig,
+    "pipeline": PipelineConfig,
 }
 Result = TypeVar("Result")
 

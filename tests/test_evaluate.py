@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from stages_kit import performed
+from stages_kit import performed, sweep_arguments, texts_of, write_prompts
 from test_labels import halves
 from test_learning import SMALL, folder, outputs
 
-from blockpilot import dataset, evaluate, train
+from blockpilot import dataset, evaluate, sweep, train
 from blockpilot.errors import UserError
+from blockpilot.records.store import read_records
+from blockpilot.records.tau import tau_by_size
 from blockpilot.reporting.evaluation import Gains
 from blockpilot.reporting.evaluation import evaluate as score
 
@@ -20,7 +22,7 @@ __all__ = ["folder"]  # the fixture
 
 
 def lines_of(gains: Gains, fixed: int, **choices: list[int]) -> pd.DataFrame:
-    table = score(gains, fixed, {name: np.array(sizes) for name, sizes in choices.items()})
+    table = score(gains, fixed, {name: np.array(sizes) for name, sizes in choices.items()}, {})
     return table.set_index("method")
 
 
@@ -79,7 +81,11 @@ def test_the_stage_scores_predictors_on_the_test_split(folder: Path) -> None:
         "uniform random",
         "cross-fitted oracle",
         "oracle",
+        "per cycle, in hindsight",
     }
+    by_method = table[table["prompt_set"] == "all"].set_index("method")
+    assert by_method.loc["per cycle, in hindsight", "gain"] >= by_method.loc["oracle", "gain"]
+    assert by_method.loc["run", ["features", "hidden", "depth"]].tolist() == ["logits", 16, 2]
     assert set(table["prompt_set"]) == {"local", "all"}
     assert (table["prompts"] == 4).all()
     stored = pd.read_csv(folder / "evaluate/run/evaluation.csv")
@@ -94,4 +100,50 @@ def test_predictors_of_other_sizes_are_refused_by_name(folder: Path, tmp_path: P
     )
     given = [f"dataset={folder}/dataset/run", f"policies=[{place}]", *outputs(tmp_path)]
     with pytest.raises(UserError, match=r"trained for sizes \(15, 17\), the dataset has \(15, 16"):
+        performed(evaluate.run, "evaluate", *given)
+
+
+def timed(folder: Path, *more: str) -> list[str]:
+    """Arguments of a decoded sweep of test prompts with the trained policy."""
+    texts = write_prompts(folder / "timed.jsonl", texts_of("test", 3))
+    policy = ["method=[blockpilot]", f"policy.path={folder}/train/run/predictor"]
+    return sweep_arguments(folder, texts, "run_id=timed", "prompts.split=test", *policy, *more)
+
+
+def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
+    performed(sweep.run, "sweep", *timed(folder))
+    given = [f"dataset={folder}/dataset/run", f"timed={folder}/sweep/timed", *outputs(folder, "t")]
+    lines = performed(evaluate.run, "evaluate", *given)
+    found = pd.read_csv(folder / "evaluate/t/timed.csv").set_index(["set", "method"]).loc["all"]
+    assert list(found.index) == ["plain", "blockpilot", "dflash15", "dflash16", "dflash17"]
+    fixed = f"dflash{lines['fixed_size'].iloc[0]}"
+    assert np.isnan(found.loc[fixed, "over_fixed"]), "against itself"
+    others = found.drop(index=fixed)
+    assert (others["over_fixed"] > 0).all()
+    assert (others["over_fixed_low"] <= others["over_fixed"]).all()
+    ratio = found.loc["blockpilot", "speedup"] / found.loc[fixed, "speedup"]
+    assert found.loc["blockpilot", "over_fixed"] == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("mode=replay", "mode replay, wanted is decode"),
+        ("prompts.split=null", "split policy, wanted is test"),
+        ("radius=0", "lacks the best fixed size 1[57]; add sizes="),
+    ],
+)
+def test_a_sweep_that_says_nothing_about_time_is_refused(
+    folder: Path, tmp_path: Path, change: str, told: str
+) -> None:
+    records = read_records(folder / "sweep/run")
+    given = [*timed(folder), f"paths.outputs={tmp_path}", change]
+    if change == "prompts.split=null":
+        given.append(f"prompts.path={write_prompts(tmp_path / 'p.jsonl', texts_of('policy', 1))}")
+    performed(sweep.run, "sweep", *given)
+    best = set(tau_by_size(records[records["split"] == "policy"]).mean().nlargest(1).index)
+    if change == "radius=0" and best == {16}:
+        pytest.skip("the trained size is the best one here")
+    given = [f"dataset={folder}/dataset/run", f"timed={tmp_path}/sweep/timed", *outputs(tmp_path)]
+    with pytest.raises(UserError, match=told):
         performed(evaluate.run, "evaluate", *given)

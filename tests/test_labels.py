@@ -71,3 +71,14 @@ def test_the_published_oracle_is_within_its_luck() -> None:
     assert null.mean == pytest.approx(6.747, abs=3e-3)
     assert null.std == pytest.approx(0.016, abs=3e-3)
     assert null.p_value == pytest.approx(0.77, abs=0.05)
+
+
+def test_the_path_of_hindsight_by_hand() -> None:
+    """Sizes 1 and 3: only at the first anchor does the large block commit three tokens."""
+    accepted = np.array([[0, 2], [0, 0], [0, 0], [0, 0], [0, 0]])
+    assert labels.hindsight_seconds(accepted, np.array([1.0, 1.0])) == 3
+    assert labels.hindsight_seconds(accepted, np.array([1.0, 1.5])) == 1.5 + 2
+    assert labels.hindsight_seconds(accepted, np.array([1.0, 9.0])) == 5
+    past = np.array([[7, 0]])
+    assert labels.hindsight_seconds(past, np.array([2.0, 1.0])) == 1, "the commit is cut at the end"
+    assert labels.hindsight_seconds(past[:0], np.array([2.0, 1.0])) == 0

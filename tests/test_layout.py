@@ -14,7 +14,7 @@ ROWS = {
     0: "__init__ errors paths hub rules config runtime devices tracking provenance",
     1: "prompts",
     2: "decoding.__init__ decoding.types decoding.protocols decoding.sampling decoding.cache "
-    "decoding.cost decoding.features decoding.anchors",
+    "decoding.cost decoding.cost_fits decoding.features decoding.anchors",
     3: "decoding.timing decoding.target decoding.loop decoding.replay decoding.answers "
     "decoding.engine decoding.divergence",
     4: "records",

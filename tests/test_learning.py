@@ -28,10 +28,12 @@ from blockpilot.policies.blockpilot_net import (
     features_of,
     parameters_of,
 )
+from blockpilot.prompts.base import Prompt
 from blockpilot.records.prefill import read_prefill
 from blockpilot.records.tau import example_taus, half_taus
+from blockpilot.records.texts import read_prompts, save_prompts
 from blockpilot.tracking import NullTracker
-from blockpilot.training.examples import Examples, Origin, gather, load_examples
+from blockpilot.training.examples import Examples, Origin, gather, leaks, load_examples
 from blockpilot.training.predictor import PredictorTrainer, data_of, new_config, regret
 from blockpilot.verify.tree import verify
 
@@ -105,6 +107,7 @@ def test_runs_of_different_pairs_or_with_a_prompt_in_two_splits_are_refused(fold
     place = folder / "sweep/run"
     rest: dict[str, Any] = {
         "sizes": None,
+        "radius": None,
         "label": "argmax",
         "objective": "tau",
         "sharpness": 0.1,
@@ -115,6 +118,45 @@ def test_runs_of_different_pairs_or_with_a_prompt_in_two_splits_are_refused(fold
     moved = records.assign(split=["test", *["policy"] * (len(records) - 1)])
     with pytest.raises(UserError, match=r"lies in several splits \(policy, test\)"):
         gather([place], [moved], **rest)
+
+
+def test_near_duplicates_across_runs_stay_on_one_side(tmp_path: Path) -> None:
+    """Two runs never compared their prompts; the one in the later split stays."""
+    words = "one two three four five six seven eight nine ten eleven twelve"
+    texts = {"a/0": words, "a/1": "another text", "b/0": words + " thirteen", "b/1": "a third text"}
+    for run in ("a", "b"):
+        mine = [Prompt(k, run, (v,), "") for k, v in texts.items() if k.startswith(run)]
+        (tmp_path / run).mkdir()
+        save_prompts(tmp_path / run, mine)
+        assert read_prompts(tmp_path / run) == mine
+    rows = [("a/0", "policy"), ("a/1", "policy"), ("b/0", "test"), ("b/1", "validation")]
+    records = pd.DataFrame(rows, columns=["prompt_id", "split"])
+    assert leaks([tmp_path / "a", tmp_path / "b"], records) == {"a/0"}
+    with pytest.raises(UserError, match=r"holds no prompts.jsonl"):
+        read_prompts(tmp_path)
+
+
+def test_candidates_by_radius(folder: Path) -> None:
+    given = [f"runs=[{folder}/sweep/run]", *outputs(folder, "radius")]
+    found = performed(dataset.run, "dataset", *given, "radius=0")
+    assert found.origin.sizes == (16,)
+    with pytest.raises(UserError, match=r"sizes=\[16\] and radius=0 are both given"):
+        performed(dataset.run, "dataset", *given, "radius=0", "sizes=[16]")
+    with pytest.raises(UserError, match=r"the runs measured \[1, 15, 16, 17\], not \[14, 18\]"):
+        performed(dataset.run, "dataset", *given, "radius=2")
+
+
+def test_rows_of_other_policies_are_no_measurement_of_a_size(folder: Path) -> None:
+    records = pd.read_parquet(folder / "sweep/run/records.parquet")
+    place = folder / "sweep/run"
+    other = records[records["block_size"] == 17].assign(policy="tree", method="tree15")
+    other["committed"] = [np.array([1] * 7)] * len(other)
+    rest: dict[str, Any] = {"sizes": None, "radius": None, "label": "argmax", "objective": "tau"}
+    found = [
+        gather([place], [rows], **rest, sharpness=0.1, cost=None).gains
+        for rows in (records, pd.concat([records, other]))
+    ]
+    assert torch.equal(*found)
 
 
 def test_taus_are_means_over_seeds_and_halves_split_the_answer() -> None:
@@ -171,6 +213,7 @@ def separable(n: int, seed: int) -> Any:
         torch.randn(n, 4, generator=generator),
         torch.full((n,), 9),
         gains,
+        torch.ones_like(gains),
         gains,
         gains,
     )

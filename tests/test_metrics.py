@@ -58,7 +58,7 @@ def test_tpot_and_speedups_by_hand() -> None:
     )
     method = records[records["method"] != "plain"]
     assert metrics.prompt_tpot(method).tolist() == [0.5, 0.25, 12.5]
-    pairs = metrics.pair_with_plain(method, records)
+    pairs = metrics.pair_with(method, records)
     ratio, (low, high) = metrics.speedup(pairs)
     assert ratio == 1.5 / 0.375
     assert (low, high) == (2.0, 8.0)
@@ -71,7 +71,7 @@ def test_share_equal_counts_outputs_that_differ() -> None:
     plain = [row(i, 1, make_trace([1] * 4)) for i in range(4)]
     other = [row(i, 8, make_trace([4], salt=1 if i == 2 else 0)) for i in range(4)]
     records = frame(plain + other)
-    pairs = metrics.pair_with_plain(records[records["method"] == "dflash8"], records)
+    pairs = metrics.pair_with(records[records["method"] == "dflash8"], records)
     assert metrics.share_equal(pairs) == 0.75
     assert math.isnan(metrics.share_equal(pairs.iloc[:0]))
 
@@ -108,7 +108,7 @@ def test_rows_that_differ_in_a_setting_are_refused_by_its_name(field: str) -> No
     with pytest.raises(UserError, match=rf"\b{field}\b"):
         metrics.require_comparable(records)
     with pytest.raises(UserError, match=rf"\b{field}\b"):
-        metrics.pair_with_plain(records[records["method"] == "dflash8"], records)
+        metrics.pair_with(records[records["method"] == "dflash8"], records)
 
 
 def test_joins_across_sessions_are_refused() -> None:
@@ -117,7 +117,7 @@ def test_joins_across_sessions_are_refused() -> None:
     records = pd.concat([plain, method])
     metrics.require_comparable(records)
     with pytest.raises(UserError, match=r"session_id \(s2 and s1\)"):
-        metrics.pair_with_plain(method, records)
+        metrics.pair_with(method, records)
 
 
 def test_one_method_name_for_two_drafters_is_refused() -> None:
@@ -144,7 +144,7 @@ def test_seeds_are_averaged_not_refused() -> None:
     metrics.require_comparable(records)
     method = records[records["method"] == "dflash8"]
     assert metrics.macro_tau(method) == 11 / 4
-    assert len(metrics.pair_with_plain(method, records)) == 2
+    assert len(metrics.pair_with(method, records)) == 2
 
 
 def test_best_size_ties_go_to_the_smaller() -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+import pandas as pd
+
 from blockpilot.errors import UserError
 
 
@@ -34,6 +36,12 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         sync_folder(path.parent)
     except OSError as error:
         raise refused(path, error) from error
+
+
+def write_csv(table: pd.DataFrame, path: Path) -> None:
+    """A frame without its index, atomically; raises like `replace_file`."""
+    text = table.to_csv(index=False).encode()
+    replace_file(path, lambda stream: stream.write(text))
 
 
 def sync_folder(folder: Path) -> None:

@@ -15,11 +15,14 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from blockpilot import labels
+from blockpilot.reporting import metrics
 from blockpilot.reporting.metrics import bootstrap, mean
+from blockpilot.reporting.tables import ALL_SETS, sweep_table
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_OVER_FIXED = ("over_fixed", "over_fixed_low", "over_fixed_high", "detectable")
 _POWER = 1.96 + 0.84  # two-sided 5%, power 80%
 
 
@@ -32,14 +35,17 @@ class Gains:
     second: Floats
 
 
-def evaluate(gains: Gains, fixed: int, choices: Mapping[str, Ints]) -> pd.DataFrame:
+def evaluate(
+    gains: Gains, fixed: int, choices: Mapping[str, Ints], others: Mapping[str, Floats]
+) -> pd.DataFrame:
     """One line per method: mean gain, what it adds to the fixed size's, how sure that is.
 
     `fixed` is the index of the size that was best on the policy split, `choices` are the indices
-    [P] that policies chose. Columns: method, gain, difference with difference_low/high (95%,
-    bootstrap over prompts, paired), detectable (the smallest difference that this many prompts show
-    in four of five trials), recovered (share of the cross-fitted oracle's gain; NaN where that
-    gains nothing), accuracy (share of prompts whose best size was chosen) and regret.
+    [P] that policies chose, `others` gains [P] of methods that choose no size. Columns: method,
+    gain, difference with difference_low/high (95%, bootstrap over prompts, paired), detectable (the
+    smallest difference that this many prompts show in four of five trials), recovered (share of
+    the cross-fitted oracle's gain; NaN where that gains nothing), accuracy (share of prompts whose
+    best size was chosen) and regret.
     """
     whole, n = gains.whole, len(gains.whole)
     rows = np.arange(n)
@@ -58,6 +64,7 @@ def evaluate(gains: Gains, fixed: int, choices: Mapping[str, Ints]) -> pd.DataFr
     # Halves have taus of their own, so this line compares with the fixed size on halves.
     lines.append(_line("cross-fitted oracle", crossed, crossed_base, whole, None))
     lines.append(_line("oracle", whole[rows, best], base, whole, best))
+    lines += [_line(name, values, base, whole, None) for name, values in others.items()]
     return pd.DataFrame(lines)
 
 
@@ -82,6 +89,28 @@ def _line(
         line["accuracy"] = float((chosen == labels.argmax_labels(whole)).mean())
         line["regret"] = float((whole.max(axis=1) - values).mean())
     return line
+
+
+def timed_table(records: pd.DataFrame, fixed: str) -> pd.DataFrame:
+    """Lines of a timed sweep, per prompt set and pooled, each compared with the method `fixed`.
+
+    Those of `sweep_table` with over_fixed: the ratio of mean TPOTs, the fixed size's over the
+    method's, with over_fixed_low/high (95%, bootstrap over prompts, paired), and detectable: the
+    smallest change of that ratio that this many prompts show in four of five trials.
+    """
+    table = sweep_table(records, by_set=True)
+    columns: dict[str, list[float]] = {name: [] for name in _OVER_FIXED}
+    for line in table.to_dict("records"):
+        within = records["prompt_set"].eq(line["set"]) | (line["set"] == ALL_SETS)
+        chosen = records[within]
+        pairs = metrics.pair_with(chosen[chosen["method"] == line["method"]], chosen, fixed)
+        ratio, (low, high) = metrics.speedup(pairs)
+        base, own = metrics.paired_times(pairs, "decode_s")
+        noise = base / own if len(own) > 1 else np.array([np.nan, np.nan])
+        detectable = _POWER * float(noise.std(ddof=1)) / np.sqrt(len(noise))
+        for name, value in zip(_OVER_FIXED, (ratio, low, high, detectable), strict=True):
+            columns[name].append(value if line["method"] != fixed else float("nan"))
+    return table.assign(**columns)
 
 
 def evaluation_table(lines: pd.DataFrame, title: str, unit: str) -> Table:

@@ -77,51 +77,52 @@ def require_comparable(records: pd.DataFrame) -> None:
         )
 
 
-def pair_with_plain(rows: pd.DataFrame, records: pd.DataFrame) -> pd.DataFrame:
-    """`rows` of one method, each joined to plain decoding's row; plain's columns end in `_plain`.
+def pair_with(rows: pd.DataFrame, records: pd.DataFrame, base: str = PLAIN) -> pd.DataFrame:
+    """`rows` of one method, each joined to the row of method `base`, whose columns end in `_base`.
 
     Both must be ok; rows without a partner are left out. Raises UserError naming the field when
     partners come from different sessions or differ in a setting.
     """
     ok = records[records["status"] == "ok"]
-    plain = ok[ok["method"] == PLAIN]
-    pairs = rows[rows["status"] == "ok"].merge(plain, on=_PAIR, suffixes=("", "_plain"))
+    partners = ok[ok["method"] == base]
+    pairs = rows[rows["status"] == "ok"].merge(partners, on=_PAIR, suffixes=("", "_base"))
+    told = "plain decoding" if base == PLAIN else base
     for field in ("session_id", *SHARED_FIELDS, "prompt_hash"):
         if field in _PAIR:
             continue
-        ours, theirs = pairs[field], pairs[f"{field}_plain"]
+        ours, theirs = pairs[field], pairs[f"{field}_base"]
         differ = ~((ours == theirs).fillna(False) | (ours.isna() & theirs.isna()))
         if differ.any():
             row = pairs[differ].iloc[0]
             raise UserError(
-                f"prompt {row['prompt_id']}: method {row['method']} and plain decoding differ in "
-                f"{field} ({row[field]} and {row[field + '_plain']}), so they cannot be compared: "
+                f"prompt {row['prompt_id']}: method {row['method']} and {told} differ in "
+                f"{field} ({row[field]} and {row[field + '_base']}), so they cannot be compared: "
                 "run both in one session with the same settings"
             )
     return pairs
 
 
 def share_equal(pairs: pd.DataFrame) -> float:
-    """Share of outputs that equal plain decoding's, token for token; NaN without pairs."""
+    """Share of outputs that equal the partner's, token for token; NaN without pairs."""
     if pairs.empty:
         return float("nan")
-    return float((pairs["output_sha256"] == pairs["output_sha256_plain"]).mean())
+    return float((pairs["output_sha256"] == pairs["output_sha256_base"]).mean())
 
 
 def speedup(pairs: pd.DataFrame, *, seed: int = 0) -> tuple[float, Interval]:
-    """Ratio of mean TPOTs, plain decoding's over the method's, with its interval."""
-    theirs, ours = _paired_times(pairs, "decode_s")
+    """Ratio of mean TPOTs, the partner's over the method's, with its interval."""
+    theirs, ours = paired_times(pairs, "decode_s")
     return float(_ratio(theirs, ours)), bootstrap(_ratio, theirs, ours, seed=seed)
 
 
 def end_to_end_speedup(pairs: pd.DataFrame) -> float:
     """The same ratio with the prefill inside: (prefill_s + decode_s) / n_new_tokens."""
-    return float(_ratio(*_paired_times(pairs, "decode_s", with_prefill=True)))
+    return float(_ratio(*paired_times(pairs, "decode_s", with_prefill=True)))
 
 
 def predicted_speedup(pairs: pd.DataFrame) -> float:
     """The ratio of TPOTs that a cost curve predicts for replayed rows; NaN without predictions."""
-    return float(_ratio(*_paired_times(pairs, "predicted_decode_s")))
+    return float(_ratio(*paired_times(pairs, "predicted_decode_s")))
 
 
 def bootstrap(
@@ -156,22 +157,22 @@ def _ratio(theirs: Floats, ours: Floats) -> Floats:
     return np.asarray(theirs.mean(axis=-1) / ours.mean(axis=-1))
 
 
-def _paired_times(
+def paired_times(
     pairs: pd.DataFrame, column: str, *, with_prefill: bool = False
 ) -> tuple[Floats, Floats]:
-    """Seconds per token of each prompt, [P] of plain decoding and [P] of the method."""
-    timed = pairs[pairs[column].notna() & pairs[f"{column}_plain"].notna()]
+    """Seconds per token of each prompt, [P] of the partner and [P] of the method."""
+    timed = pairs[pairs[column].notna() & pairs[f"{column}_base"].notna()]
     first = 0 if with_prefill else 1
     parts = {}
-    for suffix in ("", "_plain"):
+    for suffix in ("", "_base"):
         seconds = timed[f"{column}{suffix}"]
         if with_prefill:
             seconds = seconds + timed[f"prefill_s{suffix}"]
         parts[f"seconds{suffix}"] = seconds
         parts[f"tokens{suffix}"] = timed[f"n_new_tokens{suffix}"].astype(int) - first
     sums = pd.DataFrame(parts).groupby(timed["prompt_id"]).sum()
-    sums = sums[(sums["tokens"] > 0) & (sums["tokens_plain"] > 0)]
-    theirs = (sums["seconds_plain"] / sums["tokens_plain"]).to_numpy(dtype=np.float64)
+    sums = sums[(sums["tokens"] > 0) & (sums["tokens_base"] > 0)]
+    theirs = (sums["seconds_base"] / sums["tokens_base"]).to_numpy(dtype=np.float64)
     ours = (sums["seconds"] / sums["tokens"]).to_numpy(dtype=np.float64)
     return theirs, ours
 

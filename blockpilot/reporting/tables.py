@@ -78,7 +78,7 @@ def set_table(records: pd.DataFrame) -> pd.DataFrame:
             size = int(tau.best_size(taus.mean().to_frame().T).iloc[0])
             at_best = taus[size].to_numpy(dtype=np.float64)
             low, high = metrics.bootstrap(metrics.mean, at_best)
-            pairs = metrics.pair_with_plain(rows[rows["block_size"] == size], chosen)
+            pairs = metrics.pair_with(rows[rows["block_size"] == size], chosen)
             ratio, (ratio_low, ratio_high) = metrics.speedup(pairs)
             lines.append(
                 {
@@ -178,6 +178,8 @@ _COLUMNS = (
     _Column("tpot_ms", "TPOT\nms", _decimals(1)),
     _Column("speedup", "speedup\n95%", _decimals(2)),
     _Column("end_to_end_speedup", "end to\nend", _decimals(2)),
+    _Column("over_fixed", "over best\nfixed 95%", _decimals(2)),
+    _Column("detectable", "detect-\nable", _decimals(2)),
     _Column("predicted_speedup", "predicted\nspeedup", _decimals(2)),
     _Column("equal_to_plain", "equal\nplain", lambda share: f"{100 * share:.0f}%"),
 )
@@ -196,7 +198,7 @@ def _line(chosen: pd.DataFrame, key: tuple[Any, ...]) -> dict[str, Any]:
         "macro_tau_high": high,
         "tpot_ms": 1e3 * float(metrics.prompt_tpot(rows).median()),
     }
-    pairs = metrics.pair_with_plain(decoded, chosen)
+    pairs = metrics.pair_with(decoded, chosen)
     ratio, (ratio_low, ratio_high) = metrics.speedup(pairs)
     if key[0] == PLAIN:  # against itself: an interval would pretend to be a measurement
         ratio_low = ratio_high = float("nan")

@@ -6,6 +6,7 @@ Letters: P examples (prompt and turn), V vocabulary rows, D width of the target,
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,12 +22,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockpilot.decoding.cost import CostCurve
 from blockpilot.errors import UserError
-from blockpilot.prompts.base import DISTILL
+from blockpilot.prompts.base import DISTILL, SPLITS
+from blockpilot.prompts.splits import near_duplicate_groups
 from blockpilot.records.files import make_folder, replace_file
 from blockpilot.records.prefill import read_prefill
 from blockpilot.records.schema import PLAIN
 from blockpilot.records.store import read_manifests
 from blockpilot.records.tau import example_taus, half_taus
+from blockpilot.records.texts import read_prompts
+
+log = logging.getLogger(__name__)
 
 _ONE = ("target", "drafter_checkpoint", "block_mode", "trained_block_size", "mode", "dtype")
 
@@ -58,7 +63,8 @@ class Examples:
     hidden: Tensor  # [P, D]
     n_prompt_tokens: Tensor  # [P]
     gains: Tensor  # [P, m] tau, or tokens per second
-    first_half: Tensor  # [P, m] the same from the first half of each answer
+    seconds: Tensor  # [P, m] of a cycle, ones where the gain is tau
+    first_half: Tensor  # [P, m] the gain from the first half of each answer
     second_half: Tensor  # [P, m]
 
     def __len__(self) -> int:
@@ -75,7 +81,8 @@ class Examples:
         return Examples(self.origin, **values)
 
 
-_TENSORS = ("logits", "hidden", "n_prompt_tokens", "gains", "first_half", "second_half")
+_MATRICES = ("gains", "seconds", "first_half", "second_half")
+_TENSORS = ("logits", "hidden", "n_prompt_tokens", *_MATRICES)
 
 
 def gather(
@@ -83,6 +90,7 @@ def gather(
     frames: Sequence[pd.DataFrame],
     *,
     sizes: Sequence[int] | None,
+    radius: int | None,
     label: str,
     objective: str,
     sharpness: float,
@@ -95,6 +103,9 @@ def gather(
     """
     records = pd.concat(frames, ignore_index=True)
     records = records[(records["status"] == "ok") & (records["split"] != DISTILL)]
+    # Other policies pick sizes of their own: their rows are no measurement of a size.
+    records = records[records["policy"] == "fixed"]
+    records = records[~records["prompt_id"].isin(leaks(folders, records))]
     drafted = records[records["method"] != PLAIN]
     if drafted.empty:
         raise UserError("runs: no decoded or replayed prompt outside the distill split")
@@ -108,10 +119,16 @@ def gather(
                 f"prompt {prompt} lies in several splits ({', '.join(sorted(splits.unique()))})"
             )
     measured = sorted(int(size) for size in records["block_size"].unique())
-    chosen = sorted(set(sizes)) if sizes else [size for size in measured if size > 1]
+    first = drafted.iloc[0]
+    if sizes and radius is not None:
+        raise UserError(f"sizes={list(sizes)} and radius={radius} are both given; give one")
+    if radius is not None:
+        trained = int(first["trained_block_size"])
+        chosen = list(range(max(1, trained - radius), trained + radius + 1))
+    else:
+        chosen = sorted(set(sizes)) if sizes else [size for size in measured if size > 1]
     if missing := sorted(set(chosen) - set(measured)):
         raise UserError(f"sizes={list(chosen)}: the runs measured {measured}, not {missing}")
-    first = drafted.iloc[0]
     origin = Origin(
         sizes=tuple(chosen),
         target=str(first["target"]),
@@ -129,7 +146,8 @@ def gather(
         index = index.intersection(table.index)
     rows = _one_row_each(folders, frames, index)
     lengths = rows["n_prompt_tokens"].astype(int).to_numpy()
-    gains = [_gains(table.loc[index, chosen], lengths, objective, cost) for table in tables]
+    seconds = _cycle_seconds(chosen, lengths, objective, cost)
+    taus = [torch.from_numpy(table.loc[index, chosen].to_numpy().copy()) for table in tables]
     prefills = [read_prefill(Path(row["folder"]), row) for _, row in rows.iterrows()]  # type: ignore[arg-type]
     return Examples(
         origin,
@@ -139,10 +157,30 @@ def gather(
         logits=torch.stack([prefill.logits for prefill in prefills]),
         hidden=torch.stack([prefill.hidden for prefill in prefills]),
         n_prompt_tokens=torch.tensor(lengths),
-        gains=gains[0],
-        first_half=gains[1],
-        second_half=gains[2],
+        gains=taus[0] / seconds,
+        seconds=seconds,
+        first_half=taus[1] / seconds,
+        second_half=taus[2] / seconds,
     )
+
+
+def leaks(folders: Sequence[Path], records: pd.DataFrame) -> set[str]:
+    """Prompts of runs whose near-duplicates another run put into a later split, test the last.
+
+    Runs draw splits from the prompts that each of them loads, so only here can all be compared.
+    """
+    prompts = {prompt.id: prompt for folder in folders for prompt in read_prompts(folder)}
+    splits = records.groupby("prompt_id")["split"].first()
+    ids = [prompt_id for prompt_id in splits.index if prompt_id in prompts]
+    groups = near_duplicate_groups(["\n".join(prompts[each].turns) for each in ids])
+    ranks = [SPLITS.index(splits[each]) for each in ids]
+    last: dict[int, int] = {}
+    for group, rank in zip(groups, ranks, strict=True):
+        last[group] = max(rank, last.get(group, rank))
+    found = {each for each, g, rank in zip(ids, groups, ranks, strict=True) if rank < last[g]}
+    if found:
+        log.info("%d prompts left out: another run has their like in a later split", len(found))
+    return found
 
 
 def _parameters(run: Path) -> int:
@@ -165,16 +203,16 @@ def _one_row_each(
     return rows.loc[index]
 
 
-def _gains(
-    taus: pd.DataFrame, lengths: np.ndarray, objective: str, cost: CostCurve | None
+def _cycle_seconds(
+    sizes: Sequence[int], lengths: np.ndarray, objective: str, cost: CostCurve | None
 ) -> Tensor:
-    values = taus.to_numpy(dtype=np.float64)
-    if objective == "throughput":
-        if cost is None:
-            raise UserError("objective=throughput: give cost=<file of python -m blockpilot.cost>")
-        seconds = [[cost.seconds(int(b), int(n)) for b in taus.columns] for n in lengths]
-        values = values / np.array(seconds)
-    return torch.from_numpy(values.copy())
+    """What a cycle costs [P, m], taken at the prompt's length; ones for objective=tau."""
+    if objective == "tau":
+        return torch.ones(len(lengths), len(sizes), dtype=torch.float64)
+    if cost is None:
+        raise UserError("objective=throughput: give cost=<file of python -m blockpilot.cost>")
+    seconds = [[cost.seconds(size, int(length)) for size in sizes] for length in lengths]
+    return torch.tensor(seconds, dtype=torch.float64)
 
 
 def save_examples(examples: Examples, folder: Path) -> None:
@@ -197,7 +235,7 @@ def save_examples(examples: Examples, folder: Path) -> None:
         examples.n_prompt_tokens.tolist(),
         Value("int32"),
     )
-    for name in ("gains", "first_half", "second_half"):
+    for name in _MATRICES:
         columns[name], schema[name] = getattr(examples, name).tolist(), List(Value("float64"))
     scratch = folder / "examples.tmp"
     Dataset.from_dict(columns, features=Features(schema)).save_to_disk(scratch)

@@ -1,0 +1,194 @@
+"""Stage `report`: tables and figures from records alone; no model is loaded.
+
+    python -m blockpilot.report runs=[outputs/sweep/<run id>,outputs/evaluate/<run id>]
+
+Reads folders of sweeps, evaluations and cost curves. report.html is one self-contained page in
+<paths.outputs>/report/<run id>/; the numbers behind it are in tables/*.csv.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from blockpilot.config import ReportConfig
+from blockpilot.decoding.cost import load_cost
+from blockpilot.errors import UserError
+from blockpilot.paths import conf_dir
+from blockpilot.records.store import read_manifests, read_records
+from blockpilot.reporting.figures import figures
+from blockpilot.reporting.pages import Drawn, Section, write_report
+from blockpilot.reporting.paper import paper_table
+from blockpilot.reporting.tables import sweep_table
+from blockpilot.runtime import stage
+
+log = logging.getLogger("blockpilot.report")  # __name__ is __main__ under python -m
+
+_KEPT = {  # columns of an evaluation that its table shows, and how
+    "prompt_set": "{}",
+    "prompts": "{:.0f}",
+    "method": "{}",
+    "features": "{}",
+    "hidden": "{:.0f}",
+    "depth": "{:.0f}",
+    "label": "{}",
+    "parameters": "{:,.0f}",
+    "gain": "{:.3f}",
+    "difference": "{:+.3f}",
+    "difference_low": "{:+.3f}",
+    "difference_high": "{:+.3f}",
+    "detectable": "{:.3f}",
+    "recovered": "{:.0%}",
+    "accuracy": "{:.0%}",
+    "regret": "{:.3f}",
+    "luck_null": "{:.3f}",
+}
+
+
+def run(cfg: ReportConfig) -> Path:
+    """Read the runs and write the report; its folder."""
+    if not cfg.runs:
+        raise UserError("runs=[]: give folders, as runs=[outputs/sweep/<run id>]")
+    sections = [section for run in cfg.runs for section in sections_of(Path(run))]
+    folder = Path(cfg.paths.outputs) / "report" / cfg.run_id
+    write_report(folder, f"blockpilot: {cfg.run_id}", sections)
+    for section in sections:
+        if section.table is not None:
+            Console().print(shown(section))
+    log.info("report in %s", folder / "report.html")
+    return folder
+
+
+def sections_of(run: Path) -> Iterator[Section]:
+    """Sections of one folder. Raises UserError when it holds nothing to report."""
+    if list(run.glob("rank*")):
+        yield sweep_section(run)
+    elif (run / "evaluation.csv").exists():
+        yield from evaluation_sections(run)
+    elif (run / "cost.json").exists():
+        yield cost_section(run)
+    else:
+        raise UserError(f"runs: {run} holds no records, evaluation.csv or cost.json")
+
+
+def sweep_section(run: Path) -> Section:
+    """The main table of a sweep and its figures."""
+    records = read_records(run)
+    if records.empty:
+        raise UserError(f"runs: {run} holds no rows")
+    lines = sweep_table(records, by_set=True)
+    first = records.iloc[0]
+    temperature = float(first["temperature"])
+    what = "speedup" if first["mode"] == "decode" else "(predicted speedup)"
+    made = read_manifests(run)[0]["sessions"][-1]["provenance"]
+    hardware = first["gpu"] if isinstance(first["gpu"], str) else first["cpu"]
+    notes = [
+        f"Cells: {what} / macro tau. {first['target']}, T = {temperature:g}, {first['dtype']}, at "
+        f"most {first['max_new_tokens']} new tokens, {hardware}, commit {made['git_commit']}.",
+        *lines.attrs["caption"],
+    ]
+    return Section(
+        name=f"sweep-{run.name}",
+        title=f"{'Decoded' if first['mode'] == 'decode' else 'Replayed'} sweep {run.name}",
+        source=str(run),
+        command=command_of(run),
+        notes=notes,
+        table=paper_table(lines, str(first["target"]), temperature),
+        data=lines,
+        drawn=[Drawn(*each) for each in figures(records)],
+    )
+
+
+def evaluation_sections(run: Path) -> Iterator[Section]:
+    """Predictors against the best fixed size: by tau or predicted speed, then by measured time."""
+    lines = pd.read_csv(run / "evaluation.csv")
+    kept = [name for name in _KEPT if name in lines and lines[name].notna().any()]
+    table = pd.DataFrame({name: [_told(name, value) for value in lines[name]] for name in kept})
+    yield Section(
+        name=f"evaluate-{run.name}",
+        title=f"Evaluation {run.name}: {lines['unit'].iloc[0]} on unseen prompts",
+        source=str(run),
+        command=command_of(run),
+        notes=[
+            f"difference: over the policy split's best fixed size ({lines['fixed_size'].iloc[0]}), "
+            "with a paired 95% interval; the cross-fitted oracle's is on halves of answers. "
+            "detectable: the smallest difference that so many prompts show in four of five trials. "
+            "luck_null: the oracle of prompts that all prefer the same sizes."
+        ],
+        table=table,
+        data=lines,
+    )
+    if (run / "timed.csv").exists():
+        timed = pd.read_csv(run / "timed.csv")
+        yield Section(
+            name=f"timed-{run.name}",
+            title=f"Evaluation {run.name}: measured times",
+            source=str(run),
+            command=command_of(run),
+            notes=["over_fixed: ratio of mean TPOTs, the best fixed size's over the method's."],
+            table=timed.round(3).astype(object).fillna("-"),
+            data=timed,
+        )
+
+
+def cost_section(run: Path) -> Section:
+    """Milliseconds of a cycle over block size and context."""
+    curve = load_cost(run / "cost.json", {})
+    points = pd.DataFrame([vars(point) for point in curve.points])
+    cells = points.pivot_table(index="block_size", columns="context", values="cycle_s") * 1e3
+    cells.columns = [f"context {context}" for context in cells.columns]
+    told = ", ".join(f"{name} {value}" for name, value in curve.settings.items() if value)
+    return Section(
+        name=f"cost-{run.name}",
+        title=f"Cost of a cycle in ms, {run.name}",
+        source=str(run),
+        command=command_of(run),
+        notes=[told],
+        table=cells.round(1).reset_index(),
+        data=points,
+    )
+
+
+def command_of(run: Path) -> str:
+    """The command that made a run, from its status.json; its stage alone where that is missing."""
+    stage_name = run.resolve().parent.name
+    try:
+        overrides = json.loads((run / "status.json").read_text(encoding="utf-8"))["overrides"]
+    except (OSError, ValueError, KeyError):
+        overrides = []
+    return shlex.join(["python", "-m", f"blockpilot.{stage_name}", *overrides])
+
+
+def _told(name: str, value: Any) -> str:
+    return "-" if pd.isna(value) else _KEPT[name].format(value)
+
+
+def shown(section: Section) -> Table:
+    """A section's table for the terminal."""
+    assert section.table is not None
+    table = Table(*map(str, section.table.columns), title=section.title, title_justify="left")
+    for row in section.table.astype(str).itertuples(index=False):
+        table.add_row(*row)
+    return table
+
+
+@stage(
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="report"),
+    ReportConfig,
+)
+def main(cfg: ReportConfig) -> None:
+    """Entry point."""
+    run(cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""The pipeline: commands in order, resumed after a kill, and every experiment in debug size."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stages_kit import TINY, command, environment, performed, sweep_arguments, write_prompts
+from test_learning import SMALL, arguments
+
+from blockpilot import pipeline, sweep, train
+from blockpilot.config import TrainConfig
+from blockpilot.errors import UserError
+from blockpilot.paths import conf_dir
+from blockpilot.prompts.base import Prompt
+from blockpilot.prompts.composed import ComposedSet
+from blockpilot.prompts.docstrings import DocstringSet
+
+HEAD = re.compile(r"-m blockpilot\.pipeline experiment=([\w-]+)$", re.MULTILINE)
+EXPERIMENTS = [
+    file.stem
+    for file in sorted((conf_dir() / "experiment").glob("*.yaml"))
+    if HEAD.search(file.read_text())
+]
+
+
+def listed(words: list[str]) -> str:
+    """A list of options as Hydra reads it on a command line."""
+    return "[" + ",".join(json.dumps(word) for word in words) + "]"
+
+
+def given(folder: Path, *more: str) -> list[str]:
+    """A pipeline of four tiny steps."""
+    outputs = f"{folder}/{{}}/run"
+    sweep = [option for option in arguments(folder) if not option.startswith("paths.outputs")]
+    steps = [
+        f"sweep {' '.join(sweep)}",
+        f"dataset run_id=run runs=[{outputs.format('sweep')}]",
+        f"train run_id=run dataset={outputs.format('dataset')} {' '.join(SMALL)}",
+        f"report run_id=run runs=[{outputs.format('sweep')}]",
+    ]
+    return [f"paths.outputs={folder}", "run_id=pipe", f"steps={listed(steps)}", *more]
+
+
+def test_steps_run_once_in_their_order_and_leave_their_state(tmp_path: Path) -> None:
+    done = performed(pipeline.run, "pipeline", *given(tmp_path))
+    assert [step.command.split()[0] for step in done] == ["sweep", "dataset", "train", "report"]
+    assert all(step.seconds is not None for step in done)
+    stored = json.loads((tmp_path / "pipeline/pipe/steps.json").read_text())
+    assert [step["command"] for step in stored] == [step.command for step in done]
+    status = json.loads((tmp_path / "sweep/run/status.json").read_text())
+    assert (status["status"], status["error"]) == ("done", None)
+    assert "mode=replay" in status["overrides"]
+    assert (tmp_path / "report/run/report.html").exists()
+
+
+def test_what_is_done_is_not_repeated_and_a_changed_step_is_with_all_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    real = pipeline._perform
+
+    def watched(words: Any, cfg: Any) -> None:
+        ran.append(words[0])
+        if ran == ["sweep", "dataset", "train"]:
+            raise KeyboardInterrupt
+        real(words, cfg)
+
+    monkeypatch.setattr(pipeline, "_perform", watched)
+    with pytest.raises(KeyboardInterrupt):
+        performed(pipeline.run, "pipeline", *given(tmp_path))
+    performed(pipeline.run, "pipeline", *given(tmp_path))
+    assert ran == ["sweep", "dataset", "train", "train", "report"]
+    ran.clear()
+    performed(pipeline.run, "pipeline", *given(tmp_path, 'extra.dataset=["label=soft"]'))
+    assert ran == ["dataset", "train", "report"]
+
+
+def test_a_step_that_fails_is_told_with_its_command_and_keeps_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(cfg: TrainConfig) -> None:
+        raise UserError("no luck today")
+
+    monkeypatch.setattr(train, "run", broken)
+    with pytest.raises(UserError, match=r"^step 3 of 4: train run_id=run .*: no luck today$"):
+        performed(pipeline.run, "pipeline", *given(tmp_path))
+    assert len(json.loads((tmp_path / "pipeline/pipe/steps.json").read_text())) == 2
+    status = json.loads((tmp_path / "train/run/status.json").read_text())
+    assert (status["status"], status["error"]) == ("failed", "no luck today")
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ("[dance]", "steps: 'dance' must begin with distill, cost, sweep"),
+        ('["sweep run_id=x radius=-1"]', "sweep run_id=x radius=-1 .*: radius=-1: must be"),
+        ('["sweep run_id=x raduis=1"]', "sweep run_id=x raduis=1 .*raduis"),
+        ('["sweep run_id=x prompts=[a"]', r"sweep run_id=x 'prompts=\[a' .*cannot read"),
+    ],
+)
+def test_mistakes_are_told_before_the_first_step(tmp_path: Path, steps: str, told: str) -> None:
+    with pytest.raises(UserError, match=told) as caught:
+        performed(
+            pipeline.run, "pipeline", "run_id=p", f"paths.outputs={tmp_path}", f"steps={steps}"
+        )
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_further_options_need_a_step_of_their_stage(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="extra: no step runs the stage evaluate"):
+        performed(pipeline.run, "pipeline", *given(tmp_path, 'extra.evaluate=["seed=1"]'))
+
+
+def test_a_plan_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_prompts(tmp_path / "p.jsonl", ["a"])
+    step = " ".join(sweep_arguments(tmp_path, file))
+    performed(
+        pipeline.run, "pipeline", "run_id=p", f"steps={listed(['sweep ' + step])}", "plan=true"
+    )
+    told = capsys.readouterr().out
+    assert "prompts=local" in told
+    assert "target forwards, at most" in told, "the sweep's own plan"
+    assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
+
+
+def test_a_killed_pipeline_continues(tmp_path: Path) -> None:
+    """SIGKILL inside a step after the first; what was measured before is not measured again."""
+    process = subprocess.Popen(
+        command("pipeline", *given(tmp_path)),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    state, deadline = tmp_path / "pipeline/pipe/steps.json", time.monotonic() + 120
+    while not state.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert state.exists(), "the first step never ended"
+    records = tmp_path / "sweep/run/records.parquet"
+    before = records.stat().st_mtime_ns
+    done = performed(pipeline.run, "pipeline", *given(tmp_path))
+    assert len(done) == 4
+    assert records.stat().st_mtime_ns == before
+    assert (tmp_path / "train/run/predictor/config.json").exists()
+
+
+# --- the experiments -----------------------------------------------------------------------------
+
+ROWS: dict[str, dict[str, Any]] = {
+    "gsm8k": {"question": "say {n}", "answer": "#### 1"},
+    "gsm8k-train": {"question": "tell {n}", "answer": "#### 1"},
+    "math500": {"problem": "say {n}", "unique_id": "test/{n}.json"},
+    "aime24": {"id": "{n}", "problem": "say {n}"},
+    "mbpp": {"task_id": "{n}", "prompt": "say {n}", "test_list": ["t"]},
+    "swe-bench": {"instance_id": "a-{n}", "problem_statement": "say {n}"},
+    "mt-bench": {"question_id": "{n}", "category": "c", "turns": ["say {n}", "and {n}"]},
+    "sharegpt": {"id": "{n}", "conversations": [{"from": "human", "value": "write {n}"}]},
+    "wsc": {"idx": "{n}", "text": "T {n}", "span2_text": "a", "span1_text": "b"},
+    "copa": {
+        "idx": "{n}",
+        "premise": "P {n}",
+        "choice1": "a",
+        "choice2": "b",
+        "question": "cause",
+    },
+    "humaneval": {"task_id": "HumanEval/{n}", "prompt": "def f{n}():"},
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Outputs of all experiments, so that each finds the sweeps which another one made, beside a
+    folder with 150 rows of every published set."""
+    folder = tmp_path_factory.mktemp("experiments")
+    (folder / "sets").mkdir()
+    for name, row in ROWS.items():
+        lines = [json.dumps(row).replace("{n}", str(n)) for n in range(150)]
+        (folder / "sets" / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+_LOADS = {kind: kind.load for kind in (DocstringSet, ComposedSet)}
+_FEW: dict[str, list[Prompt]] = {}
+
+
+def few(prompt_set: Any, path: Path | None = None) -> list[Prompt]:
+    """Instead of a set's `load`: 150 of its short prompts, read once."""
+    if prompt_set.name not in _FEW:
+        loaded = _LOADS[type(prompt_set)](prompt_set, path)
+        _FEW[prompt_set.name] = [p for p in loaded if len(p.turns[0]) < 150][:150]
+    return _FEW[prompt_set.name]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_runs_in_debug_size(
+    name: str, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKPILOT_PROMPTS", str(shared / "sets"))
+    monkeypatch.setattr(sweep, "show", lambda records: None)  # tables of tables: seconds each
+    for kind in _LOADS:
+        monkeypatch.setattr(kind, "load", few)
+    pair = [*TINY, "model.architecture.max_position_embeddings=512", "drafter.checkpoint=random"]
+    pair += ["dtype=float32", "decoding.max_new_tokens=5"]
+    extra = {
+        "sweep": [*pair, "tracker=none", "prompts.limit=2", "replay.batch_size=8"],
+        "cost": [*pair, "repeats=1", "contexts=[16]", "sizes=[1,4,15]"],
+        "train": ["tracker=none", "device=cpu", "epochs=1", "predictor.hidden=4"],
+        "dataset": ["sizes=[1,4,15]"] if name == "local_mixed" else [],
+    }
+    text = (conf_dir() / "experiment" / f"{name}.yaml").read_text()
+    used = {stage for stage in extra if stage != "cost" or f"- {stage} " in text}
+    options = [f"extra.{stage}={listed(extra[stage])}" for stage in used if extra[stage]]
+    done = performed(
+        pipeline.run, "pipeline", f"experiment={name}", f"paths.outputs={shared}", *options
+    )
+    assert done[-1].command.startswith("report ")
+    run_id = done[-1].command.split("run_id=")[1].split()[0]
+    assert "<table" in (shared / "report" / run_id / "report.html").read_text()

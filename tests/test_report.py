@@ -1,0 +1,132 @@
+"""The report: its tables by hand, figures that exist, one page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from records_kit import make_settings, make_trace, open_store
+from stages_kit import performed
+from test_tables import rows_of, stored
+
+from blockpilot import report
+from blockpilot.errors import UserError
+from blockpilot.records.schema import ok_row
+from blockpilot.reporting.figures import figures
+from blockpilot.reporting.paper import paper_table
+from blockpilot.reporting.published import MEAN, published
+from blockpilot.reporting.tables import sweep_table
+
+GOLDEN = """\
+| method | code | maths | mean |
+| --- | --- | --- | --- |
+| plain | 1.00 / 1.00 | 1.00 / 1.00 | 1.00 / 1.00 |
+| dflash4 | 4.00 / 4.00 | 4.00 / 4.00 | 4.00 / 4.00 |
+| dflash8 | 3.29 / 5.00 | 8.00 / 8.00 | 5.64 / 6.50 |
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A sweep of three prompts in two sets, as a finished stage leaves it."""
+    folder = tmp_path / "sweep" / "run"
+    stored(folder, rows_of(0, "maths") + rows_of(1, "code") + rows_of(2, "code"))
+    status = {"status": "done", "error": None, "overrides": ["radius=2", "prompts=[a,b]"]}
+    (folder / "status.json").write_text(json.dumps(status))
+    return folder
+
+
+def reported(tmp_path: Path, *runs: Path) -> Path:
+    listed = ",".join(map(str, runs))
+    return performed(
+        report.run, "report", f"runs=[{listed}]", "run_id=r", f"paths.outputs={tmp_path}"
+    )
+
+
+def test_the_main_table_is_golden_and_says_where_it_comes_from(tmp_path: Path, run: Path) -> None:
+    text = (reported(tmp_path, run) / "report.md").read_text()
+    assert GOLDEN in text
+    assert f"From `{run}`, made by `python -m blockpilot.sweep radius=2 'prompts=[a,b]'`." in text
+
+
+def test_the_page_needs_nothing_else_and_the_numbers_are_in_csv(tmp_path: Path, run: Path) -> None:
+    folder = reported(tmp_path, run)
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == len(list(folder.glob("figures/*.png"))) == 6
+    assert "http" not in page
+    lines = pd.read_csv(folder / "tables/sweep-run.csv")
+    wanted = sweep_table(report.read_records(run), by_set=True)
+    pd.testing.assert_frame_equal(lines, wanted, check_dtype=False)
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path: Path, run: Path) -> None:
+    folder = reported(tmp_path, run)
+    before = {file: file.read_bytes() for file in folder.rglob("*.*") if file.is_file()}
+    reported(tmp_path, run)
+    assert {file: file.read_bytes() for file in before} == before
+
+
+def test_replayed_rows_have_predicted_speedups_in_brackets_and_no_times(tmp_path: Path) -> None:
+    rows = []
+    for prompt in range(2):
+        for size, commits in ((1, [1] * 8), (4, [4, 4])):
+            settings = make_settings(prompt, size, mode="replay")
+            row = ok_row(settings, make_trace(commits), n_prompt_tokens=3)
+            rows.append(row | {"predicted_decode_s": 0.5 * len(commits) * (1 if size == 1 else 2)})
+    records = stored(tmp_path / "run", rows)
+    table = paper_table(sweep_table(records, by_set=True), "t", 0.0).set_index("method")
+    assert table.loc["dflash4", "set"] == "(2.00) / 4.00"
+    assert "time_of_a_cycle" not in [name for name, *_ in figures(records)]
+
+
+def test_published_numbers_stand_under_the_methods_that_papers_name(tmp_path: Path) -> None:
+    assert published("qwen3-4b", 0.0, "blockpilot", MEAN).tau == 6.59
+    assert published("qwen3-4b", 0.0, "dflash16", "gsm8k").speedup == 5.15
+    for nothing in (
+        ("qwen3-4b", 1.0, "dflash16", "gsm8k"),
+        ("qwen3-4b", 0.0, "dflash8", MEAN),
+        ("smollm2-135m", 0.0, "dflash16", MEAN),
+    ):
+        assert published(*nothing) is None
+    rows = []
+    for size in (1, 16):
+        settings = make_settings(0, size, prompt_set="gsm8k")
+        trace = make_trace([size] * (16 // size), decode_s=1.6 / size)
+        rows.append(ok_row(settings, trace, n_prompt_tokens=3))
+    records = stored(tmp_path / "run", rows)
+    table = paper_table(sweep_table(records, by_set=True), "qwen3-4b", 0.0).set_index("method")
+    assert list(table.index) == ["plain", "dflash16", "dflash16, published"]
+    assert list(table.loc["dflash16, published"]) == ["5.15 / 6.53", "3.99 / 6.31"]
+
+
+def test_an_evaluation_and_a_cost_curve_have_tables_of_their_own(tmp_path: Path) -> None:
+    folder = tmp_path / "evaluate" / "e"
+    folder.mkdir(parents=True)
+    line = {
+        "method": "mine",
+        "prompt_set": "all",
+        "prompts": 9,
+        "unit": "tau",
+        "fixed_size": 8,
+        "gain": 2.5,
+        "difference": 0.1234,
+        "recovered": float("nan"),
+        "accuracy": 0.25,
+    }
+    pd.DataFrame([line]).to_csv(folder / "evaluation.csv", index=False)
+    text = (reported(tmp_path, folder) / "report.md").read_text()
+    assert "| all | 9 | mine | 2.500 | +0.123 | 25% |" in text
+    assert "the policy split's best fixed size (8)" in text
+
+
+def test_a_folder_with_nothing_to_report_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"runs: {tmp_path} holds no records, evaluation.csv or"):
+        reported(tmp_path, tmp_path)
+    with open_store(tmp_path / "empty"):
+        pass
+    with pytest.raises(UserError, match="empty holds no rows"):
+        reported(tmp_path, tmp_path / "empty")
+    with pytest.raises(UserError, match=r"runs=\[\]: give folders"):
+        reported(tmp_path)
