@@ -18,7 +18,7 @@ from blockpilot.prompts.render import render
 from blockpilot.verify.tree import verify
 
 N_PROMPTS, BUDGET = 8, 14
-PLANS = [Plan(6, 6), Plan(8, 8), Plan(10, 10), Plan(8, 4)]
+PLANS = [Plan(6, 6), Plan(10, 10), Plan(8, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -57,5 +57,5 @@ def test_replay_equals_decode_on_real_prompts(pair: Pair, temperature: float) ->
             assert replayed.committed == trace.committed, (name, plan)
             cycles, committed = cycles + len(trace.committed), committed + sum(trace.committed)
             compared += 1
-    assert compared >= 3 * N_PROMPTS, "ties are rare"
+    assert compared >= 2 * N_PROMPTS, "ties are rare"
     assert committed > 1.2 * cycles, "else the drafter was not at work"
