@@ -170,6 +170,18 @@ def points() -> list[CostPoint]:
     return [CostPoint(*cell, 3, seconds, *rest) for cell, seconds in costs.items()]
 
 
+def test_a_method_without_a_cost_is_refused_before_the_first_prompt(tmp_path: Path) -> None:
+    performed(cost.run, "cost", *cost_arguments(tmp_path))
+    file = tmp_path / "cost/run/cost.json"
+    for more, told in (
+        (["method=[tree7]"], "no cost for tree 8: the curve holds nothing"),
+        (["sizes=[20]"], r"no cost for block size 20: the curve holds 1\.\.17"),
+    ):
+        with pytest.raises(UserError, match=told):
+            performed(sweep.run, "sweep", *arguments(tmp_path, f"cost={file}", *more))
+    assert not (tmp_path / "sweep").exists()
+
+
 def test_a_predictor_is_timed_on_request(tmp_path: Path) -> None:
     curve = performed(cost.run, "cost", *cost_arguments(tmp_path, "policy.path=random"))
     assert curve.predictor_s == sorted(curve.predictor_s)

@@ -64,6 +64,9 @@ class ReplayedSweep(Rows):
         for name, method in methods.items():
             if method.policy.reads_marginals and not cfg.replay.marginals:
                 raise UserError(f"replay.marginals=false: {name} is replayed from the marginals")
+            if cost is not None:  # a size without a cost shows here, not prompt by prompt
+                seconds = cost.tree_seconds if method.policy.tree else cost.seconds
+                seconds(method.policy.block_size or 1, 1)
 
     def measure(self, prompts: list[Prompt], store: Store, tracker: Tracker) -> None:
         """Answer and replay batches of prompts; the rows of a prompt are written together."""
