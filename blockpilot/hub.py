@@ -9,16 +9,17 @@ from huggingface_hub import snapshot_download
 from blockpilot.errors import UserError
 
 
-def folder_of(what: str, place: str) -> Path:
+def folder_of(what: str, place: str, *, pickles: bool = False) -> Path:
     """The folder `place`, or a local copy of the hub repository of that name.
 
-    Only config.json and safetensors are fetched: no code, no pickles. Raises UserError, beginning
-    with `what`, when there is neither.
+    Only config.json and safetensors are fetched, with `pickles` also *.bin: no code. Raises
+    UserError, beginning with `what`, when there is neither.
     """
     if Path(place).is_dir():
         return Path(place)
     try:
-        return Path(snapshot_download(place, allow_patterns=["config.json", "*.safetensors"]))
+        wanted = ["config.json", "*.safetensors", *(["*.bin"] if pickles else [])]
+        return Path(snapshot_download(place, allow_patterns=wanted))
     except Exception as error:  # the hub client raises a dozen unrelated kinds
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(

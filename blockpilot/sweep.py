@@ -145,7 +145,17 @@ def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[st
     for name, each in cfg.methods.items():
         if name in methods:
             raise UserError(f"methods: {name} is a fixed size of this sweep already")
-        methods[str(name)] = Method(drafter, instantiate(each, _convert_="all"), verify)
+        parts = instantiate(each, _convert_="all")
+        if isinstance(parts, dict):
+            brought, policy = parts["drafter"], parts["policy"]
+            if cfg.mode == "replay":
+                raise UserError(
+                    f"method {name} brings its own drafter, {brought.name}: a replay is of one; "
+                    "set mode=decode"
+                )
+        else:
+            brought, policy = drafter, parts
+        methods[str(name)] = Method(brought, policy, verify)
     for method in methods.values():
         method.bind(target)
     return methods

@@ -314,14 +314,13 @@ def test_an_unknown_bundled_drafter_is_refused() -> None:
 
 
 def test_nothing_runs_code_of_a_checkpoint() -> None:
-    """No pickles in drafters, and no remote code anywhere."""
+    """Of a pickle tensors alone are read, and there is no remote code anywhere."""
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             where = f"{file.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.keyword):
                 assert node.arg != "trust_remote_code", where
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("torch.load"):
-                assert file.parent.name != "drafters", where
                 safe = {k.arg: ast.unparse(k.value) for k in node.keywords}
                 assert safe.get("weights_only") == "True", where
             if isinstance(node, ast.Import | ast.ImportFrom):

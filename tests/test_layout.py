@@ -23,8 +23,9 @@ ROWS = {
     7: "reporting",
     8: "sweep dataset train evaluate report distill cost generate pipeline",
 }
-# Beside row 3: each plug-in imports rows 0 and 2, and its own *_net.py.
+# Beside row 3: each plug-in imports rows 0 and 2, its own *_net.py and what its kind shares.
 PLUGINS = ("drafters", "verify", "policies")
+SHARED = ("drafters.checkpoints", "drafters.layers")
 
 
 def name_of(path: Path) -> str:
@@ -78,8 +79,8 @@ def allowed(importer: str, target: str) -> bool:
     """Tell whether the import rule lets `importer` use `target`."""
     package = importer.split(".")[0]
     if package in PLUGINS:
-        own_net = target.startswith(f"{package}.") and target.endswith("_net")
-        return own_net or (target.split(".")[0] not in PLUGINS and row_of(target) in (0, 2))
+        own = target.startswith(f"{package}.") and (target.endswith("_net") or target in SHARED)
+        return own or (target.split(".")[0] not in PLUGINS and row_of(target) in (0, 2))
     if target.split(".")[0] in PLUGINS:
         return row_of(importer) > 3
     return row_of(target) <= row_of(importer)

@@ -269,6 +269,21 @@ def test_further_methods_are_decoded_beside_the_sizes(tmp_path: Path) -> None:
     assert len(sweep_table(records)) == 6
 
 
+def test_other_drafters_are_decoded_beside_the_sizes(tmp_path: Path) -> None:
+    more = ["method=[lookup,eagle3_16,eagle3_chain]", "model.drafters.eagle3=random"]
+    records = performed(sweep.run, "sweep", *arguments(tmp_path, *more, "mode=decode"))
+    done = records[records["status"] == "ok"]
+    assert (done.groupby(["prompt_id", "turn"])["output_sha256"].nunique() == 1).all()
+    drafters = done.groupby("method")["drafter"].agg(set)
+    assert drafters["lookup"] == {"prompt_lookup"}
+    assert drafters["eagle3_16"] == drafters["eagle3_chain"] == {"eagle3"}
+    verified = done.groupby("method")["verified"].agg(lambda rows: {n for row in rows for n in row})
+    assert verified["eagle3_16"] == {16}
+    assert verified["eagle3_chain"] == {8}
+    with pytest.raises(UserError, match="method lookup brings its own drafter, prompt_lookup"):
+        performed(sweep.run, "sweep", *arguments(tmp_path, *more, "run_id=other"))
+
+
 def test_trees_and_chosen_sizes_are_replayed_like_everything_else(tmp_path: Path) -> None:
     more = ["method=[tree7,tree31,blockpilot]", "policy.path=random", "decoding.max_new_tokens=20"]
     first, second = modes(tmp_path, *more)

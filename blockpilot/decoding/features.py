@@ -23,9 +23,10 @@ def untap(layers: nn.ModuleList) -> None:
 class FeatureTap:
     """Records the outputs of some decoder layers while a model runs.
 
-    Hooks sit on the layers themselves, so `forward` and `generate` are captured alike and the other
-    layers cost nothing. Every forward appends; `take` hands over and forgets. A model has one tap:
-    opening another closes it, for a forgotten one would keep every state and be compiled along.
+    A layer may be named twice. Hooks sit on the layers themselves, so `forward` and `generate` are
+    captured alike and the other layers cost nothing. Every forward appends; `take` hands over and
+    forgets. A model has one tap: opening another closes it, for a forgotten one would keep every
+    state and be compiled along.
     """
 
     def __init__(self, layers: nn.ModuleList, layer_ids: Sequence[int]) -> None:
@@ -33,7 +34,7 @@ class FeatureTap:
         _TAPS[layers] = self
         self.layer_ids = tuple(layer_ids)
         self._seen: dict[int, list[Tensor]] = {i: [] for i in self.layer_ids}
-        self._handles = [layers[i].register_forward_hook(self._recorder(i)) for i in self.layer_ids]
+        self._handles = [layers[i].register_forward_hook(self._recorder(i)) for i in self._seen]
 
     def _recorder(self, layer_id: int):  # type: ignore[no-untyped-def]
         def record(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -44,11 +45,11 @@ class FeatureTap:
 
     def take(self) -> Tensor:
         """Features [R, T, len(layer_ids) * D] of all positions seen since the last `take`."""
-        parts = []
-        for seen in self._seen.values():
-            parts.append(seen[0] if len(seen) == 1 else torch.cat(seen, dim=1))
+        parts = {}
+        for layer_id, seen in self._seen.items():
+            parts[layer_id] = seen[0] if len(seen) == 1 else torch.cat(seen, dim=1)
             seen.clear()
-        return torch.cat(parts, dim=-1)
+        return torch.cat([parts[layer_id] for layer_id in self.layer_ids], dim=-1)
 
     def close(self) -> None:
         for handle in self._handles:

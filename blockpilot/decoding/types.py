@@ -37,11 +37,12 @@ class Draft:
     parents: Sequence[int] | None = None  # [N] nodes; None: a chain
 
     def cut(self, n_tokens: int) -> Draft:
-        """The first `n_tokens` proposals of a chain."""
+        """The first `n_tokens` proposals; of a tree they are one, parents come first."""
         if n_tokens >= self.tokens.shape[0]:
             return self
         logits = None if self.logits is None else self.logits[:n_tokens]
-        return Draft(self.tokens[:n_tokens], logits)
+        parents = None if self.parents is None else self.parents[:n_tokens]
+        return Draft(self.tokens[:n_tokens], logits, parents)
 
 
 @dataclass(frozen=True)

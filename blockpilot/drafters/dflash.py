@@ -6,8 +6,6 @@ d head width.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +13,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
+from blockpilot.drafters.checkpoints import (
+    digest,
+    fill_network,
+    read_checkpoint,
+    save_checkpoint,
+)
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
 from blockpilot.errors import UserError
-from blockpilot.hub import folder_of
 
 log = logging.getLogger(__name__)
 
-_BUNDLED = "bundled:"
 _WEAK_TAU = 1.2
 
 
@@ -59,7 +59,7 @@ class DFlashDrafter:
         """
         if self.network is None:
             self.network = load_network(self.checkpoint, target)
-            self.fingerprint = f"{self.checkpoint}@{_digest(self.network)}"
+            self.fingerprint = f"{self.checkpoint}@{digest(self.network)}"
         config = self.network.config
         check_fits(config, target, self.checkpoint)
         self.network.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
@@ -172,52 +172,12 @@ def load_network(checkpoint: str, target: TargetModel) -> DFlashNetwork:
     """
     if checkpoint == "random":
         return random_network(target)
-    folder = _folder(checkpoint)
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError("config.json is not a JSON object")
-        weights: dict[str, Tensor] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            weights |= load_file(file)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"drafter {checkpoint}: cannot read {folder} ({error})") from error
+    raw, weights = read_checkpoint(checkpoint)
     config = DFlashConfig.parse(raw, checkpoint)
     check_fits(config, target, checkpoint)
     network = DFlashNetwork(config)
-    wanted = network.state_dict()
-    for key, tensor in wanted.items():
-        if key not in weights:
-            raise UserError(f"drafter {checkpoint}: tensor {key} is missing in {folder}")
-        if weights[key].shape != tensor.shape:
-            raise UserError(
-                f"drafter {checkpoint}: tensor {key} has shape {list(weights[key].shape)}, "
-                f"its config.json means {list(tensor.shape)}"
-            )
-    if unknown := sorted(set(weights) - set(wanted)):
-        raise UserError(f"drafter {checkpoint}: unknown tensor {unknown[0]} in {folder}")
-    network.load_state_dict(weights)
-    return network.float()
-
-
-def _digest(network: DFlashNetwork) -> str:
-    """Twelve hex digits that change with the weights."""
-    digest = hashlib.sha256()
-    for key, tensor in sorted(network.state_dict().items()):
-        digest.update(key.encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:12]
-
-
-def _folder(checkpoint: str) -> Path:
-    if checkpoint.startswith(_BUNDLED):
-        weights = Path(__file__).parent / "weights"
-        folder = weights / checkpoint.removeprefix(_BUNDLED)
-        if not folder.is_dir():
-            known = ", ".join(sorted(p.name for p in weights.glob("*"))) or "none"
-            raise UserError(f"drafter {checkpoint}: not shipped; shipped are {known}")
-        return folder
-    return folder_of(f"drafter {checkpoint}", checkpoint)
+    fill_network(network, weights, checkpoint)
+    return network
 
 
 def check_fits(config: DFlashConfig, target: TargetModel, where: str) -> None:
@@ -294,9 +254,4 @@ def random_network(target: TargetModel) -> DFlashNetwork:
 
 def save_network(network: DFlashNetwork, folder: Path) -> None:
     """Write config.json and bf16 safetensors in the published form."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(network.config.published(), indent=1) + "\n")
-    weights = {k: v.detach().to("cpu", torch.bfloat16) for k, v in network.state_dict().items()}
-    scratch = folder / "model.safetensors.tmp"
-    save_file(weights, scratch, metadata={"format": "pt"})
-    scratch.rename(folder / "model.safetensors")
+    save_checkpoint(network, network.config.published(), folder)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from blockpilot.drafters.layers import SwiGLU, merged, packed_attention, rotate, split_heads
 from blockpilot.errors import UserError
 
 _SHAPE_KEYS = (
@@ -116,11 +116,6 @@ def default_layer_ids(num_target_layers: int, n: int) -> tuple[int, ...]:
     return tuple(round(1 + i * step) for i in range(n))
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [..., heads, T, d] with cos, sin [..., 1, T, d]."""
-    return x * cos + rotate_half(x) * sin
-
-
 class DFlashAttention(nn.Module):
     """Queries from the block; keys and values from the context and the block, same weights."""
 
@@ -135,35 +130,18 @@ class DFlashAttention(nn.Module):
         self.q_norm = nn.RMSNorm(self.d, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.d, eps=config.rms_norm_eps)
 
-    def heads(self, x: Tensor) -> Tensor:
-        """[..., T, heads * d] -> [..., heads, T, d]"""
-        return x.unflatten(-1, (-1, self.d)).transpose(-2, -3)
-
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values [..., G, T, d] of context or block states x [..., T, D]."""
-        keys = _rotate(self.k_norm(self.heads(self.k_proj(x))), cos, sin)
-        return keys, self.heads(self.v_proj(x))
+        keys = rotate(self.k_norm(split_heads(self.k_proj(x), self.d)), cos, sin)
+        return keys, split_heads(self.v_proj(x), self.d)
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotated queries [..., H, T, d] of block states x [..., T, D]."""
-        return _rotate(self.q_norm(self.heads(self.q_proj(x))), cos, sin)
+        return rotate(self.q_norm(split_heads(self.q_proj(x), self.d)), cos, sin)
 
     def merge(self, attended: Tensor) -> Tensor:
         """[..., H, T, d] -> [..., T, D]"""
-        return self.o_proj(attended.transpose(-2, -3).flatten(-2))
-
-
-class DFlashMLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.o_proj(merged(attended))
 
 
 class DFlashLayer(nn.Module):
@@ -172,7 +150,7 @@ class DFlashLayer(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.self_attn = DFlashAttention(config)
-        self.mlp = DFlashMLP(config)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -237,24 +215,5 @@ class DFlashNetwork(nn.Module):
             context_kv = attention.keys_values(context, *context_rope)
             block_kv = attention.keys_values(normed, *block_rope)
             queries = attention.queries(normed, *block_rope)
-            x = layer.finish(x, _packed(queries, context_kv, block_kv, hidden_from))
+            x = layer.finish(x, packed_attention(queries, context_kv, block_kv, hidden_from))
         return self.norm(x)
-
-
-def _packed(
-    queries: Tensor,  # [A, H, B, d]
-    context_kv: tuple[Tensor, Tensor],  # each [G, C, d]
-    block_kv: tuple[Tensor, Tensor],  # each [A, G, B, d]
-    hidden_from: Tensor,  # [A, C] True where a block must not look
-) -> Tensor:
-    """Attention output [A, H, B, d] of blocks that share a context."""
-    a, h, b, d = queries.shape
-    g, c = context_kv[0].shape[:2]
-    q = (queries * d**-0.5).view(a, g, h // g * b, d)  # heads of a group lie next to each other
-    to_context = torch.einsum("agqd,gcd->agqc", q, context_kv[0])
-    to_context = to_context.masked_fill(hidden_from[:, None, None, :], float("-inf"))
-    to_block = q @ block_kv[0].transpose(-1, -2)
-    weights = torch.cat([to_context, to_block], dim=-1).softmax(dim=-1).to(q.dtype)
-    attended = torch.einsum("agqc,gcd->agqd", weights[..., :c], context_kv[1])
-    attended = attended + weights[..., c:] @ block_kv[1]
-    return attended.reshape(a, h, b, d)

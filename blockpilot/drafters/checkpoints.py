@@ -1,0 +1,99 @@
+"""Drafters on disk: config.json and weights under the published names, never code.
+
+A checkpoint is a folder, a hub repository, or `bundled:<name>` for weights shipped with the
+package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from blockpilot.errors import UserError
+from blockpilot.hub import folder_of
+
+_BUNDLED = "bundled:"
+
+
+def read_checkpoint(
+    checkpoint: str, *, pickles: bool = False
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors of a drafter; with `pickles` also of a pytorch_model.bin, of which
+    tensors alone are read. Raises UserError when it is missing, unreachable or unreadable.
+    """
+    folder = checkpoint_folder(checkpoint, pickles=pickles)
+    weights: dict[str, Tensor] = {}
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError("config.json is not a JSON object")
+        for file in sorted(folder.glob("*.safetensors")):
+            weights |= load_file(file)
+        if not weights and pickles:
+            for file in sorted(folder.glob("*.bin")):
+                weights |= torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # readers of three formats raise a dozen unrelated kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"drafter {checkpoint}: cannot read {folder} ({reason})") from error
+    return raw, weights
+
+
+def checkpoint_folder(checkpoint: str, *, pickles: bool = False) -> Path:
+    """Where the files of a checkpoint lie (UserError when nowhere)."""
+    if checkpoint.startswith(_BUNDLED):
+        weights = Path(__file__).parent / "weights"
+        folder = weights / checkpoint.removeprefix(_BUNDLED)
+        if not folder.is_dir():
+            known = ", ".join(sorted(p.name for p in weights.glob("*"))) or "none"
+            raise UserError(f"drafter {checkpoint}: not shipped; shipped are {known}")
+        return folder
+    return folder_of(f"drafter {checkpoint}", checkpoint, pickles=pickles)
+
+
+def fill_network(network: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
+    """Load tensors that have to be exactly the network's (UserError naming the first that is not).
+
+    The network is float32 afterwards.
+    """
+    wanted = network.state_dict()
+    for key, tensor in wanted.items():
+        if key not in weights:
+            raise UserError(f"drafter {checkpoint}: tensor {key} is missing")
+        if weights[key].shape != tensor.shape:
+            raise UserError(
+                f"drafter {checkpoint}: tensor {key} has shape {list(weights[key].shape)}, "
+                f"its config.json means {list(tensor.shape)}"
+            )
+    if unknown := sorted(set(weights) - set(wanted)):
+        raise UserError(f"drafter {checkpoint}: unknown tensor {unknown[0]}")
+    network.load_state_dict(dict(weights))
+    network.float()
+
+
+def digest(network: nn.Module) -> str:
+    """Twelve hex digits that change with the weights."""
+    found = hashlib.sha256()
+    for key, tensor in sorted(network.state_dict().items()):
+        found.update(key.encode())
+        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()[:12]
+
+
+def save_checkpoint(network: nn.Module, config: Mapping[str, Any], folder: Path) -> None:
+    """Write config.json and safetensors, floats in bf16, in the published form."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    weights = {}
+    for key, tensor in network.state_dict().items():
+        dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+        weights[key] = tensor.detach().to("cpu", dtype).contiguous()
+    scratch = folder / "model.safetensors.tmp"
+    save_file(weights, scratch, metadata={"format": "pt"})
+    scratch.rename(folder / "model.safetensors")

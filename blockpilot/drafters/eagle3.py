@@ -1,0 +1,276 @@
+"""EAGLE-3 drafter (code of SafeAILab/EAGLE): one autoregressive layer grows a tree of tokens.
+
+Row t of the head reads the target's features of position t and the embedding of the token at t + 1;
+its output predicts the token at t + 2 and stands in for the features of the position after it.
+
+Letters: n rows of one pass, k tokens kept per level, D width, K draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig
+
+from blockpilot.decoding.protocols import TargetModel
+from blockpilot.decoding.types import Draft, Verdict, View
+from blockpilot.drafters.checkpoints import digest, fill_network, read_checkpoint
+from blockpilot.drafters.eagle3_net import Eagle3Config, Eagle3Network, default_layers
+from blockpilot.errors import UserError
+
+_RENAMED = "layers.0."  # what some converters call midlayer
+_MIDLAYER = "midlayer."
+_NOT_OURS = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class Level:
+    """Proposals of one pass, in the order of their parents: flat tensors [m]."""
+
+    scores: Tensor  # sums of log-probabilities from the root, float32
+    tokens: Tensor  # target ids
+    parents: Tensor  # places among the proposals of all levels, -1 for the anchor
+
+
+class Eagle3Drafter:
+    """Autoregressive head of one target that proposes a dynamic tree, greedily.
+
+    `checkpoint` is a hub repository, a folder, `bundled:<name>`, or `random`. A cycle of b slots
+    proposes the best b - 1 tokens of a tree that `depth` further passes grow, each keeping the
+    `top_k` best; `top_k` 1 is a chain. `block_size` is the size for a policy without one.
+    """
+
+    name = "eagle3"
+    replayable = False  # a tree of its own at every anchor: it is decoded
+    has_marginals = False
+
+    def __init__(self, *, checkpoint: str | None, depth: int, top_k: int, block_size: int) -> None:
+        for key, value, least in (
+            ("depth", depth, 0),
+            ("top_k", top_k, 1),
+            ("block_size", block_size, 2),
+        ):
+            if value < least:
+                raise UserError(f"drafter.{key}={value}: allowed are numbers >= {least}")
+        self.checkpoint, self.depth, self.top_k = checkpoint, depth, top_k
+        self.fingerprint: str | None = None
+        self.trained_block_size: int | None = block_size
+        self.feature_layers: tuple[int, ...] = ()
+        self.network: Eagle3Network | None = None
+
+    def bind(self, target: TargetModel) -> None:
+        """Load the head and check that it belongs to this target (UserError)."""
+        if self.checkpoint is None:
+            raise UserError(
+                f"drafter.checkpoint=null: no EAGLE-3 head of {target.name} is known; name one, or "
+                "train one with python -m blockpilot.distill drafter=eagle3"
+            )
+        if self.network is None:
+            self.network = load_head(self.checkpoint, target)
+            self.fingerprint = f"{self.checkpoint}@{digest(self.network)}"
+        check_head(self.network.config, target, self.checkpoint)
+        self.network.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        self.feature_layers = default_layers(target.config.num_hidden_layers)
+        self._embed: Any = self.network.embed_tokens if self.network.config.embeds else target.embed
+
+    def start(self, view: View, capacity: int) -> None:
+        """Room for keys and values of `capacity` positions and of a tree behind them."""
+        assert self.network is not None
+        assert view.new_features is not None
+        shape = self.network.config.layer
+        rows = capacity + self.depth * self.top_k
+        like = view.new_features
+        slab = (shape.num_key_value_heads, rows, shape.head_dim)
+        self._keys, self._values = like.new_empty(slab), like.new_empty(slab)
+        self._cos, self._sin = self.network.rope(torch.arange(rows, device=like.device), like.dtype)
+        self._length = 0
+        self._extend(view.new_features, torch.cat([view.prompt_ids[1:], view.anchor]))
+
+    def draft(self, view: View, n_slots: int) -> Draft:
+        """The best `n_slots - 1` of the proposals, fewer where there are not so many; one host
+        sync, for the shape of the tree."""
+        levels = self._grow(min(self.depth, n_slots - 2))
+        tokens = torch.cat([level.tokens for level in levels])
+        if self.top_k == 1:
+            return Draft(tokens)
+        scores = torch.cat([level.scores for level in levels])
+        parents = torch.cat([level.parents for level in levels])
+        # A child scores no more than its parent and comes later, so a stable order keeps parents.
+        best = scores.sort(descending=True, stable=True).indices[: n_slots - 1].sort().values
+        chosen, above = torch.stack([best, parents[best]]).tolist()
+        node = {-1: 0} | {place: i for i, place in enumerate(chosen, start=1)}
+        return Draft(tokens[best], parents=[node[place] for place in above])
+
+    def observe(self, verdict: Verdict) -> None:
+        """Take in the committed positions, also of a cycle that asked for no draft."""
+        assert verdict.features is not None
+        tokens = torch.tensor(verdict.tokens, device=verdict.features.device)
+        self._extend(verdict.features, tokens)
+
+    def replay(
+        self, ids: Tensor, features: Tensor | None, anchors: Tensor, n_slots: int
+    ) -> NoReturn:
+        """Is decoded instead."""
+        raise AssertionError("EAGLE-3 is not replayable")
+
+    def _extend(self, features: Tensor, tokens: Tensor) -> None:
+        """Append rows of features [n, F] whose next tokens [n] are known; keep the last output."""
+        assert self.network is not None
+        start, end = self._length, self._length + len(tokens)
+        places = torch.arange(end, device=tokens.device)
+        seen = places <= places[start:, None]  # [n, end]
+        output = self._pass(self.network.fc(features), tokens, places[start:], start, seen)
+        self._length, self._last = end, output[-1:]
+
+    def _grow(self, n_passes: int) -> list[Level]:
+        """Proposals behind the anchor, level by level."""
+        assert self.network is not None
+        device = self._last.device
+        scores, tokens = self._best(self._last)
+        levels = [Level(scores[0], tokens[0], torch.full_like(tokens[0], -1))]
+        scores, tokens = scores[0], tokens[0]  # [k] of the frontier
+        at = torch.arange(len(tokens), device=device)  # its places among all proposals
+        hidden = self._last.expand(len(tokens), -1)
+        context = torch.ones(len(tokens), self._length, dtype=torch.bool, device=device)
+        seen, n_proposed = context, len(tokens)
+        for level in range(n_passes):
+            own = torch.eye(len(tokens), dtype=torch.bool, device=device)
+            seen = torch.cat([seen, own], dim=1)
+            position = torch.full_like(tokens, self._length + level)
+            start = self._length + level * len(tokens)
+            output = self._pass(hidden, tokens, position, start, seen)
+            gains, children = self._best(output)
+            totals, children = (scores[:, None] + gains).flatten(), children.flatten()
+            above = at.repeat_interleave(gains.shape[1])
+            levels.append(Level(totals, children, above))
+            kept = totals.topk(len(tokens)).indices
+            parent = kept // gains.shape[1]
+            scores, tokens, at = totals[kept], children[kept], kept + n_proposed
+            hidden, seen = output[parent], seen[parent]
+            n_proposed += len(totals)
+        return levels
+
+    def _best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and target ids [n, k] of the best next tokens of outputs [n, D]."""
+        assert self.network is not None
+        logprobs = self.network.logits(hidden).float().log_softmax(dim=-1)
+        top = logprobs.topk(min(self.top_k, logprobs.shape[-1]), dim=-1)
+        return top.values, self.network.target_ids(top.indices)
+
+    def _pass(
+        self,
+        features: Tensor,  # [n, D]
+        tokens: Tensor,  # [n]
+        positions: Tensor,  # [n]
+        start: int,
+        seen: Tensor,  # [n, start + n] bool
+    ) -> Tensor:
+        """Outputs [n, D] of rows whose keys and values go to `start...` of the cache."""
+        assert self.network is not None
+        layer, end = self.network.midlayer, start + len(tokens)
+        x = layer.read(self._embed(tokens), features)
+        rope = self._cos[positions], self._sin[positions]
+        keys, values = layer.self_attn.keys_values(x, *rope)
+        self._keys[:, start:end], self._values[:, start:end] = keys, values
+        attended = F.scaled_dot_product_attention(
+            layer.self_attn.queries(x, *rope)[None],
+            self._keys[None, :, :end],
+            self._values[None, :, :end],
+            attn_mask=seen,
+            enable_gqa=True,
+        )
+        return layer.finish(features, attended[0])
+
+
+def load_head(checkpoint: str, target: TargetModel) -> Eagle3Network:
+    """The network of a published head, in float32.
+
+    Raises UserError when it is missing, unreachable, incomplete or of another target.
+    """
+    if checkpoint == "random":
+        return random_head(target)
+    raw, weights = read_checkpoint(checkpoint, pickles=True)
+    weights = {
+        (_MIDLAYER + key.removeprefix(_RENAMED) if key.startswith(_RENAMED) else key): tensor
+        for key, tensor in weights.items()
+        if not key.endswith(_NOT_OURS)
+    }
+    config = Eagle3Config.parse(raw, weights, checkpoint)
+    check_head(config, target, checkpoint)
+    rows, size = config.draft_vocab_size, config.layer.vocab_size
+    if "d2t" not in weights and rows == size:  # the whole vocabulary
+        weights |= {"d2t": torch.zeros(rows, dtype=torch.int64)}
+    if "t2d" not in weights and "d2t" in weights:
+        ids = torch.arange(rows) + weights["d2t"]
+        weights["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill(0, ids, True)
+    network = Eagle3Network(config)
+    fill_network(network, weights, checkpoint)
+    ids = network.target_ids(torch.arange(rows))
+    if ids.min() < 0 or ids.max() >= min(size, target.embed_rows):
+        raise UserError(f"drafter {checkpoint}: d2t leads outside the target's vocabulary")
+    return network
+
+
+def check_depth(target: TargetModel, where: str) -> None:
+    """Refuse a target that is too shallow for the layers that a head reads (UserError)."""
+    depth = target.config.num_hidden_layers
+    if depth < 4:
+        raise UserError(
+            f"drafter {where}: a target of {depth} layers has no three for EAGLE-3 to read; "
+            "it takes 4"
+        )
+
+
+def check_head(config: Eagle3Config, target: TargetModel, where: str) -> None:
+    """Refuse a head of another target by the first mismatch (UserError)."""
+    theirs = target.config
+    check_depth(target, where)
+    if config.layer.vocab_size != theirs.vocab_size:
+        raise UserError(
+            f"drafter {where}: vocab_size={config.layer.vocab_size}, the target has "
+            f"{theirs.vocab_size}; it was trained for another target"
+        )
+    if config.feature_width != 3 * theirs.hidden_size:
+        raise UserError(
+            f"drafter {where}: fc reads {config.feature_width} features, the target has 3 x "
+            f"{theirs.hidden_size}; it was trained for another target"
+        )
+    if not config.embeds and config.layer.hidden_size != theirs.hidden_size:
+        raise UserError(
+            f"drafter {where}: hidden_size={config.layer.hidden_size}, the target has "
+            f"{theirs.hidden_size}, and the head has no embedding of its own"
+        )
+
+
+def new_head(target: TargetModel, vocabulary: Tensor) -> Eagle3Network:
+    """A head as wide as its target with random weights, over target ids [K] in increasing order."""
+    theirs: dict[str, Any] = target.config.to_dict()
+    heads = theirs["num_attention_heads"]
+    layer = LlamaConfig(
+        hidden_size=theirs["hidden_size"],
+        intermediate_size=theirs["intermediate_size"],
+        num_attention_heads=heads,
+        num_key_value_heads=theirs.get("num_key_value_heads", heads),
+        head_dim=theirs.get("head_dim") or theirs["hidden_size"] // heads,
+        vocab_size=theirs["vocab_size"],
+        rms_norm_eps=theirs.get("rms_norm_eps", 1e-6),
+        rope_parameters=theirs.get("rope_parameters"),
+        max_position_embeddings=theirs["max_position_embeddings"],
+        num_hidden_layers=1,
+    )
+    config = Eagle3Config(layer, len(vocabulary), 3 * theirs["hidden_size"], embeds=False)
+    check_head(config, target, "new")
+    network = Eagle3Network(config)
+    network.choose_vocabulary(vocabulary)
+    return network
+
+
+def random_head(target: TargetModel) -> Eagle3Network:
+    """A head over every other token: random, for offline tests and cost curves."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return new_head(target, torch.arange(0, target.config.vocab_size, 2)[:32000])

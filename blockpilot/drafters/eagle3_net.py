@@ -1,0 +1,252 @@
+"""The EAGLE-3 network: one decoder layer over the target's features, with a head of its own.
+
+It carries the published tensor names, so published heads load as they are and trained ones are
+saved in the same form (code of SafeAILab/EAGLE; methods of arXiv 2503.01840).
+
+Letters: T rows, D width of the head, H query heads, G key/value heads, d head width, V vocabulary
+rows of the target, K of the draft vocabulary, C context rows, A anchors, S steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from blockpilot.drafters.layers import SwiGLU, merged, packed_attention, rotate, split_heads
+from blockpilot.errors import UserError
+
+_NUMBERS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+# Later relatives of the network, which would load and propose nonsense.
+_VARIANTS = (
+    "attention_bias",
+    "norm_before_residual",
+    "norm_before_fc",
+    "norm_output",
+    "fc_norm",
+    "parallel_drafting",
+)
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """The shape of a head.
+
+    `feature_width` is that of the concatenated target features. `embeds` says that the head has an
+    embedding of its own; the target's serves otherwise.
+    """
+
+    layer: LlamaConfig
+    draft_vocab_size: int
+    feature_width: int
+    embeds: bool
+
+    @classmethod
+    def parse(
+        cls, raw: Mapping[str, Any], weights: Mapping[str, Tensor], where: str
+    ) -> Eagle3Config:
+        """From a published config.json; what it does not say reliably is read off the weights.
+
+        Raises UserError with the key or the tensor that is missing or wrong.
+        """
+        for key in _NUMBERS:
+            if not isinstance(raw.get(key), int):
+                raise UserError(f"drafter {where}: {key}={raw.get(key)} must be an integer")
+        for key in ("fc.weight", "lm_head.weight", "midlayer.self_attn.q_proj.weight"):
+            if key not in weights:
+                raise UserError(f"drafter {where}: tensor {key} is missing")
+        if raw.get("num_hidden_layers", 1) != 1:
+            raise UserError(
+                f"drafter {where}: num_hidden_layers={raw['num_hidden_layers']}, an EAGLE-3 head "
+                "has 1"
+            )
+        for key in _VARIANTS:
+            if raw.get(key):
+                raise UserError(f"drafter {where}: {key}={raw[key]}, only heads without are built")
+        if (raw.get("hidden_act") or "silu") != "silu":
+            raise UserError(f"drafter {where}: hidden_act={raw['hidden_act']}, only silu is built")
+        # hidden_size / heads in some configs, while the weights were trained with another.
+        rows = weights["midlayer.self_attn.q_proj.weight"].shape[0]
+        keep = (*_NUMBERS, "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters")
+        shape = {key: raw[key] for key in keep if raw.get(key) is not None}
+        layer = LlamaConfig(
+            **shape,
+            head_dim=rows // raw["num_attention_heads"],
+            max_position_embeddings=raw.get("max_position_embeddings") or 2048,
+            num_hidden_layers=1,
+        )
+        return cls(
+            layer,
+            draft_vocab_size=weights["lm_head.weight"].shape[0],
+            feature_width=weights["fc.weight"].shape[1],
+            embeds="embed_tokens.weight" in weights,
+        )
+
+    def published(self) -> dict[str, Any]:
+        """The config.json of the published form."""
+        layer = self.layer.to_dict()
+        keep = (*_NUMBERS, "head_dim", "rms_norm_eps", "max_position_embeddings")
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            **{key: layer[key] for key in keep},
+            "num_hidden_layers": 1,
+            "draft_vocab_size": self.draft_vocab_size,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "rope_parameters": layer["rope_parameters"],
+            "rope_theta": layer["rope_parameters"]["rope_theta"],
+            "dtype": "bfloat16",
+        }
+
+
+def default_layers(num_target_layers: int) -> tuple[int, ...]:
+    """Target layers whose outputs enter layers 2, L // 2 and L - 3."""
+    return (1, num_target_layers // 2 - 1, num_target_layers - 4)
+
+
+class Eagle3Attention(nn.Module):
+    """Projections of [embedding ; feature], 2 D wide."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, self.d = config.hidden_size, config.head_dim
+        n_q, n_kv = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(2 * width, n_q * self.d, bias=False)
+        self.k_proj = nn.Linear(2 * width, n_kv * self.d, bias=False)
+        self.v_proj = nn.Linear(2 * width, n_kv * self.d, bias=False)
+        self.o_proj = nn.Linear(n_q * self.d, width, bias=False)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [..., G, T, d] of x [..., T, 2 D]."""
+        keys = rotate(split_heads(self.k_proj(x), self.d), cos, sin)
+        return keys, split_heads(self.v_proj(x), self.d)
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotated queries [..., H, T, d] of x [..., T, 2 D]."""
+        return rotate(split_heads(self.q_proj(x), self.d), cos, sin)
+
+
+class Eagle3Layer(nn.Module):
+    """The one layer; how its queries meet the keys is the caller's business."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Eagle3Attention(config)
+        self.mlp = SwiGLU(width, config.intermediate_size)
+        self.hidden_norm = nn.RMSNorm(width, eps=eps)
+        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
+
+    def read(self, embedding: Tensor, feature: Tensor) -> Tensor:
+        """What attention sees [..., T, 2 D] of token embeddings and features [..., T, D]."""
+        return torch.cat([self.input_layernorm(embedding), self.hidden_norm(feature)], dim=-1)
+
+    def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
+        """Everything after the attention proper; the residual stream is the feature's."""
+        x = feature + self.self_attn.o_proj(merged(attended))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3Network(nn.Module):
+    """Fusion of the features, layer, norm and head, under the published tensor names."""
+
+    d2t: Tensor  # [K] int64: target id of draft id i is i + d2t[i]
+    t2d: Tensor  # [V] bool: target ids that the draft vocabulary holds
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        shape = config.layer
+        self.config = config
+        self.fc = nn.Linear(config.feature_width, shape.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(shape)
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocab_size, bias=False)
+        if config.embeds:
+            self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
+        self.rotary = LlamaRotaryEmbedding(shape)
+
+    def choose_vocabulary(self, ids: Tensor) -> None:
+        """Make target ids [K], increasing, the draft vocabulary."""
+        self.d2t.copy_(ids - torch.arange(len(ids)))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target ids of draft ids, any shape."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos, sin [T, d] at positions [T]."""
+        like = torch.empty(0, dtype=dtype, device=positions.device)
+        cos, sin = self.rotary(like, positions[None])
+        return cos[0], sin[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., K] over the draft vocabulary of layer outputs [..., D]."""
+        return self.lm_head(self.norm(hidden))
+
+    def forward(
+        self,
+        features: Tensor,  # [C, 3 D] of the target
+        embeddings: Tensor,  # [C, D] of the tokens after them
+        anchors: Tensor,  # [A] absolute positions, increasing, at most C
+        read: Tensor,  # [A, S, D] embeddings of the tokens from each anchor on
+    ) -> Tensor:
+        """Normed outputs [A, S, D] of S unrolled steps behind many anchors, for training."""
+        return self.unroll(features, embeddings, anchors, read.shape[1], lambda s, _: read[:, s])
+
+    def unroll(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        anchors: Tensor,
+        n_steps: int,
+        next_embedding: Callable[[int, Tensor], Tensor],
+    ) -> Tensor:
+        """`forward` with tokens that may depend on the steps before.
+
+        `next_embedding(s, output)` gives the embeddings [A, D] of the tokens at anchor + s; for
+        s > 0 `output` [A, D] is the normed one of step s - 1. A step sees the context rows before
+        its anchor and the earlier steps of its own.
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        fused = self.fc(features)
+        places = torch.arange(features.shape[0], device=anchors.device)
+        context = attention.keys_values(
+            layer.read(embeddings, fused), *self.rope(places, fused.dtype)
+        )
+        hidden_from = places[None, :] >= anchors[:, None]  # [A, C]
+        state = fused[anchors - 1]
+        own: list[tuple[Tensor, Tensor]] = []
+        outputs: list[Tensor] = []
+        for step in range(n_steps):
+            last = outputs[-1] if outputs else state
+            x = layer.read(next_embedding(step, last), state)[:, None]  # [A, 1, 2 D]
+            rope = self.rope(anchors - 1 + step, fused.dtype)
+            cos, sin = (each[:, None, None, :] for each in rope)
+            keys, values = attention.keys_values(x, cos, sin)  # [A, G, 1, d]
+            if step == 0:  # that row is one of the context's
+                keys, values = keys[:, :, :0], values[:, :, :0]
+            own.append((keys, values))
+            block = torch.cat([k for k, _ in own], dim=2), torch.cat([v for _, v in own], dim=2)
+            queries = attention.queries(x, cos, sin)
+            attended = packed_attention(queries, context, block, hidden_from)
+            state = layer.finish(state[:, None], attended)[:, 0]
+            outputs.append(self.norm(state))
+        return torch.stack(outputs, dim=1)

@@ -1,0 +1,59 @@
+"""What the layers of drafters have in common.
+
+Letters: T positions, D width, d head width, C context positions, A blocks side by side, B slots of
+a block, H query heads, G key/value heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import rotate_half
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward under the published tensor names."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [..., heads, T, d] with cos, sin [..., 1, T, d]."""
+    return x * cos + rotate_half(x) * sin
+
+
+def split_heads(x: Tensor, d: int) -> Tensor:
+    """[..., T, heads * d] -> [..., heads, T, d]"""
+    return x.unflatten(-1, (-1, d)).transpose(-2, -3)
+
+
+def merged(x: Tensor) -> Tensor:
+    """[..., heads, T, d] -> [..., T, heads * d]"""
+    return x.transpose(-2, -3).flatten(-2)
+
+
+def packed_attention(
+    queries: Tensor,  # [A, H, B, d]
+    context_kv: tuple[Tensor, Tensor],  # each [G, C, d]
+    block_kv: tuple[Tensor, Tensor],  # each [A, G, n, d], all seen by the whole block
+    hidden_from: Tensor,  # [A, C] True where a block must not look
+) -> Tensor:
+    """Attention output [A, H, B, d] of blocks that share a context."""
+    a, h, b, d = queries.shape
+    g, c = context_kv[0].shape[:2]
+    q = (queries * d**-0.5).view(a, g, h // g * b, d)  # heads of a group lie next to each other
+    to_context = torch.einsum("agqd,gcd->agqc", q, context_kv[0])
+    to_context = to_context.masked_fill(hidden_from[:, None, None, :], float("-inf"))
+    to_block = q @ block_kv[0].transpose(-1, -2)
+    weights = torch.cat([to_context, to_block], dim=-1).softmax(dim=-1).to(q.dtype)
+    attended = torch.einsum("agqc,gcd->agqd", weights[..., :c], context_kv[1])
+    attended = attended + weights[..., c:] @ block_kv[1]
+    return attended.reshape(a, h, b, d)
