@@ -39,6 +39,11 @@ log = logging.getLogger("blockpilot.evaluate")  # __name__ is __main__ under pyt
 
 POOLED = "all"
 NO_DRAFTER = "none"
+CEILINGS = {
+    "per cycle, in hindsight": None,
+    "branch of 2, in hindsight": 2,
+    "branch of 4, in hindsight": 4,
+}
 
 
 def run(cfg: EvaluateConfig) -> pd.DataFrame:
@@ -72,10 +77,12 @@ def scored(test: Examples, fixed: int, choices: Mapping[str, Ints]) -> Iterator[
     """Lines of every prompt set and of all, printed as they come."""
     origin = test.origin
     unit = "tau" if origin.objective == "tau" else "tokens/s"
-    hindsight = per_cycle_gains(
-        [Path(run) for run in origin.runs], test.prompt_id, origin.sizes, test.seconds.numpy()
-    )
-    others = {} if hindsight is None else {"per cycle, in hindsight": hindsight}
+    runs, seconds = [Path(run) for run in origin.runs], test.seconds.numpy()
+    others = {}
+    for name, width in CEILINGS.items():
+        gains = per_cycle_gains(runs, test.prompt_id, origin.sizes, seconds, width)
+        if gains is not None:
+            others[name] = gains
     for name in [*dict.fromkeys(test.prompt_set), POOLED]:
         rows = [i for i, each in enumerate(test.prompt_set) if name in (each, POOLED)]
         if len(rows) < 2:

@@ -82,9 +82,13 @@ def test_the_stage_scores_predictors_on_the_test_split(folder: Path) -> None:
         "cross-fitted oracle",
         "oracle",
         "per cycle, in hindsight",
+        "branch of 2, in hindsight",
+        "branch of 4, in hindsight",
     }
     by_method = table[table["prompt_set"] == "all"].set_index("method")
-    assert by_method.loc["per cycle, in hindsight", "gain"] >= by_method.loc["oracle", "gain"]
+    gain = by_method["gain"]
+    assert gain["per cycle, in hindsight"] >= gain["oracle"]
+    assert gain["branch of 4, in hindsight"] >= gain["branch of 2, in hindsight"]
     assert by_method.loc["run", ["features", "hidden", "depth"]].tolist() == ["logits", 16, 2]
     assert set(table["prompt_set"]) == {"local", "all"}
     assert (table["prompts"] == 4).all()
@@ -123,6 +127,10 @@ def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
     assert (others["over_fixed_low"] <= others["over_fixed"]).all()
     ratio = found.loc["blockpilot", "speedup"] / found.loc[fixed, "speedup"]
     assert found.loc["blockpilot", "over_fixed"] == pytest.approx(ratio)
+    sizes = {"plain": 1, "dflash15": 15, "dflash16": 16, "dflash17": 17}
+    assert found["verified"].drop("blockpilot").to_dict() == sizes
+    assert found["drafting"].drop("plain").between(0.01, 0.99).all()
+    assert found.loc["plain", "drafting"] < 0.01
 
 
 @pytest.mark.parametrize(

@@ -95,16 +95,21 @@ def timed_table(records: pd.DataFrame, fixed: str) -> pd.DataFrame:
     """Lines of a timed sweep, per prompt set and pooled, each compared with the method `fixed`.
 
     Those of `sweep_table` with over_fixed: the ratio of mean TPOTs, the fixed size's over the
-    method's, with over_fixed_low/high (95%, bootstrap over prompts, paired), and detectable: the
-    smallest change of that ratio that this many prompts show in four of five trials.
+    method's, with over_fixed_low/high (95%, bootstrap over prompts, paired); detectable, the
+    smallest change of that ratio that this many prompts show in four of five trials; drafting, the
+    share of the decoding time that drafts took; verified, target positions per cycle.
     """
     table = sweep_table(records, by_set=True)
-    columns: dict[str, list[float]] = {name: [] for name in _OVER_FIXED}
+    columns: dict[str, list[float]] = {name: [] for name in (*_OVER_FIXED, "drafting", "verified")}
     for line in table.to_dict("records"):
         within = records["prompt_set"].eq(line["set"]) | (line["set"] == ALL_SETS)
         chosen = records[within]
         pairs = metrics.pair_with(chosen[chosen["method"] == line["method"]], chosen, fixed)
         ratio, (low, high) = metrics.speedup(pairs)
+        rows = chosen[(chosen["method"] == line["method"]) & (chosen["status"] == "ok")]
+        cycles = int(rows["verified"].map(len).sum())
+        columns["drafting"].append(float(rows["draft_s"].sum() / rows["decode_s"].sum()))
+        columns["verified"].append(rows["verified"].map(sum).sum() / max(cycles, 1))
         base, own = metrics.paired_times(pairs, "decode_s")
         noise = base / own if len(own) > 1 else np.array([np.nan, np.nan])
         detectable = _POWER * float(noise.std(ddof=1)) / np.sqrt(len(noise))

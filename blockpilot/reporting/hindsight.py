@@ -1,4 +1,4 @@
-"""What a size per cycle would give in hindsight, from the accepted lengths that replays kept."""
+"""What a size per cycle, or a branch, would give in hindsight, from what replays kept."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot import labels
+from blockpilot.decoding.anchors import Replay
 from blockpilot.records.replays import read_replay
 from blockpilot.records.schema import PLAIN
 from blockpilot.records.store import read_records
@@ -21,12 +22,15 @@ def per_cycle_gains(
     examples: Sequence[str],
     sizes: Sequence[int],
     seconds: Floats,
+    width: int | None = None,
 ) -> Floats | None:
     """Gain [P] of each example when every cycle has the size that is best in hindsight.
 
     `examples` are prompt ids, with `#turn` behind them for later turns; `seconds` [P, m] what a
-    cycle costs each of them at each size (ones: the gain is tau). Averaged over the answers of
-    runs with other seeds. None where a run kept no replay.
+    cycle costs each of them at each size (ones: the gain is tau). With `width` a cycle may follow
+    the right one of the drafter's `width` best tokens in every slot of its trained block: more than
+    any tree of that width can give at the cost of a chain. Averaged over the answers of runs with
+    other seeds. None where a run kept no replay, or no marginals for a width.
     """
     place = {example: number for number, example in enumerate(examples)}
     found: list[list[float]] = [[] for _ in examples]
@@ -41,11 +45,25 @@ def per_cycle_gains(
             if number is None or row["n_new_tokens"] < 2:
                 continue
             _, replay, _ = read_replay(run, {str(key): value for key, value in row.items()})
-            by_size = {plan.verified: kept for plan, kept in replay.accepted.items()}
-            if missing := set(sizes) - {1} - set(by_size):
-                raise AssertionError(f"{run} has rows but no anchors of size {min(missing)}")
-            none = np.zeros(row["n_new_tokens"] - 1, dtype=np.int64)
-            accepted = [none if size == 1 else by_size[size].numpy() for size in sizes]
-            least = labels.hindsight_seconds(np.stack(accepted, axis=1), seconds[number])
+            if width is not None and replay.marginals is None:
+                return None
+            accepted = _accepted(replay, sizes, width, row["n_new_tokens"] - 1)
+            least = labels.hindsight_seconds(accepted, seconds[number])
             found[number].append((row["n_new_tokens"] - 1) / least)
     return np.array([np.mean(gains) if gains else np.nan for gains in found])
+
+
+def _accepted(
+    replay: Replay, sizes: Sequence[int], width: int | None, n_anchors: int
+) -> NDArray[np.int64]:
+    """Accepted proposals [A, m] at every anchor and size."""
+    if width is not None:
+        assert replay.marginals is not None
+        rank = replay.marginals.rank.numpy()
+        found = ((rank >= 0) & (rank < width)).cumprod(axis=1).sum(axis=1)
+        return np.stack([np.minimum(found, size - 1) for size in sizes], axis=1).astype(np.int64)
+    by_size = {plan.verified: kept.numpy() for plan, kept in replay.accepted.items()}
+    by_size[1] = np.zeros(n_anchors, dtype=np.int16)
+    if missing := set(sizes) - set(by_size):
+        raise AssertionError(f"a replay has rows but no anchors of size {min(missing)}")
+    return np.stack([by_size[size] for size in sizes], axis=1).astype(np.int64)

@@ -180,6 +180,8 @@ _COLUMNS = (
     _Column("end_to_end_speedup", "end to\nend", _decimals(2)),
     _Column("over_fixed", "over best\nfixed 95%", _decimals(2)),
     _Column("detectable", "detect-\nable", _decimals(2)),
+    _Column("drafting", "draft-\ning", lambda share: f"{100 * share:.0f}%"),
+    _Column("verified", "verified\nper cycle", _decimals(1)),
     _Column("predicted_speedup", "predicted\nspeedup", _decimals(2)),
     _Column("equal_to_plain", "equal\nplain", lambda share: f"{100 * share:.0f}%"),
 )
