@@ -223,13 +223,21 @@ class PipelineConfig(JobConfig):
 
 
 @dataclass
+class SelfWrittenConfig:
+    """A prompt set that the target writes itself."""
+
+    count: int  # begun; what does not end properly is dropped
+    opening: str  # how every prompt begins; may be empty
+
+
+@dataclass
 class ResponsesConfig:
     """How the target answers the prompts that a drafter learns from."""
 
     limit: int | None  # prompts per set, the first by hash; null: all
     limit_of: dict[str, int]  # other limits for some sets
     validation: int  # prompts per set whose answers measure held-out tau
-    self_written: int  # prompts that the target writes itself
+    self_written: dict[str, SelfWrittenConfig]  # by the name of the set
     batch_size: int
     store_features: bool  # false: recompute them in every step
 
@@ -238,11 +246,12 @@ class ResponsesConfig:
 class NewDrafterConfig:
     """Shape of the drafter to train."""
 
-    name: str
-    n_layers: int
-    n_target_layers: int
-    block_size: int
-    mask_token_id: int | None  # null: the first embedding row past the tokenizer
+    name: str | None
+    block_size: int  # of DFlash; for EAGLE-3 one more than the unrolled steps
+    n_layers: int  # of DFlash
+    n_target_layers: int  # that DFlash reads
+    mask_token_id: int | None  # of DFlash; null: the first embedding row past the tokenizer
+    draft_vocabulary: int  # most tokens that an EAGLE-3 head can say
 
 
 @dataclass
@@ -259,6 +268,7 @@ class TrainingConfig:
     clip: float
     slot_weights: str
     gamma: float  # of slot_weights=decay
+    soft_labels: float  # share of the target's distribution in the labels; 0: its tokens alone
     sampled_negatives: int | None  # null: the loss sees the whole vocabulary
     compile: str | None  # backend of torch.compile; null: no compilation
     log_every: int
@@ -272,6 +282,7 @@ class DistillConfig(StageConfig):
     plan: bool
     prompts: PromptsConfig
     tracker: Any
+    drafter: Any  # its kind is what is trained
     responses: ResponsesConfig
     new_drafter: NewDrafterConfig
     training: TrainingConfig

@@ -1,6 +1,7 @@
-"""Stage `distill`: train a DFlash drafter for any target from the target's own responses.
+"""Stage `distill`: train a drafter for any target from the target's own responses.
 
     python -m blockpilot.distill experiment=local_drafter prompts.sets.gsm8k-train.path=<file>
+    python -m blockpilot.distill drafter=eagle3 ...
     torchrun --nproc-per-node 2 -m blockpilot.distill ...
 
 Answers, checkpoint and the finished drafter lie in <paths.outputs>/distill/<run id>/; the same
@@ -23,24 +24,19 @@ import hydra
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from blockpilot.config import DistillConfig
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target, load_target
-from blockpilot.drafters.dflash import (
-    DFlashDrafter,
-    check_fits,
-    load_network,
-    new_config,
-    save_network,
-)
+from blockpilot.drafters.dflash import check_fits, load_network, new_config
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
+from blockpilot.drafters.eagle3 import check_depth, load_head, new_head
+from blockpilot.drafters.eagle3_net import default_layers
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
-from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.base import DISTILL, SPLITS, VALIDATION, Prompt, PromptSet
 from blockpilot.prompts.load import load_prompts
 from blockpilot.prompts.local import LocalSet
@@ -50,6 +46,8 @@ from blockpilot.reporting.tables import show_plan
 from blockpilot.runtime import stage, world
 from blockpilot.tracking import tracked
 from blockpilot.training.corpus import Corpus
+from blockpilot.training.dflash import DFlashStudent
+from blockpilot.training.eagle3 import Eagle3Student
 from blockpilot.training.model_card import model_card
 from blockpilot.training.responses import (
     Request,
@@ -61,12 +59,12 @@ from blockpilot.training.responses import (
     shard_file,
     write_responses,
 )
+from blockpilot.training.students import Student
 from blockpilot.training.trainer import DrafterTrainer
-from blockpilot.verify.tree import verify
 
 log = logging.getLogger("blockpilot.distill")  # __name__ is __main__ under python -m
 
-SELF_WRITTEN = "self-written"
+KINDS = ("dflash", "eagle3")
 
 _FINAL_NORM = 0.2
 """First weight of a new network's final norm: at 1 the fresh states meet the target's LM head at a
@@ -80,9 +78,10 @@ def run(cfg: DistillConfig) -> Path:
     With `plan` nothing is loaded or made.
     """
     folder = Path(cfg.paths.outputs) / "distill" / cfg.run_id
+    name = name_of(cfg)
     if cfg.plan:
         show_plan(distill_plan(cfg))
-        return folder / cfg.new_drafter.name
+        return folder / name
     make_folder(folder)
     target = load_target(cfg)
     if target.dtype == torch.float64:
@@ -90,21 +89,21 @@ def run(cfg: DistillConfig) -> Path:
     processes = PartialState(cpu=target.device.type == "cpu")
     # Left alone, a rank that ends while another's threads still talk to it can abort that one.
     atexit.register(processes.destroy_process_group)
-    network_config = drafter_config(cfg, target)
+    layers = layers_read(cfg, target)
     prompts = _prompts(cfg, target, folder, processes)
-    learnt = _answer(cfg, target, prompts, DISTILL, folder, network_config)
-    held_out = _answer(cfg, target, prompts, VALIDATION, folder, network_config)
+    learnt = _answer(cfg, target, prompts, DISTILL, folder, layers)
+    held_out = _answer(cfg, target, prompts, VALIDATION, folder, layers)
     processes.wait_for_everyone()
     corpus, validation = Corpus(learnt), Corpus(held_out)
     log.info("%d responses, %d tokens", len(corpus), corpus.response_tokens)
-    network = first_network(cfg, target, network_config).to(target.device)
+    student = new_student(cfg, target, corpus)
     made_by = {
         **facts(target.device),
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "processes": processes.num_processes,
     }
     trainer = DrafterTrainer(
-        network, target, corpus, cfg.training, seed=cfg.seed, folder=folder, made_by=made_by
+        student, target.device, corpus, cfg.training, seed=cfg.seed, folder=folder, made_by=made_by
     )
     trainer.resume()
     tracker = instantiate(cfg.tracker, _convert_="all")
@@ -113,12 +112,14 @@ def run(cfg: DistillConfig) -> Path:
         tracker, run_id=cfg.run_id, folder=folder, config=settings, rank=processes.process_index
     ):
         trainer.run(validation, tracker)
-        finished = folder / cfg.new_drafter.name
+        finished = folder / name
         if processes.is_main_process:
-            save_network(network, finished)
-            taus = held_out_taus(cfg, target, finished, prompts)
+            student.save(finished)
+            taus = held_out_taus(cfg, target, student.method(finished), prompts)
             tracker.summarise({f"tau/{name}": tau for name, tau in taus.items()})
-            card = model_card(cfg, corpus, taus, trainer.seconds, trainer.made_by)
+            card = model_card(
+                name, kind_of(cfg), cfg, corpus, taus, trainer.seconds, trainer.made_by
+            )
             replace_file(finished / "README.md", lambda stream: stream.write(card.encode()))
             log.info("drafter in %s, held-out macro tau %s", finished, taus)
     processes.wait_for_everyone()
@@ -131,7 +132,7 @@ def distill_plan(cfg: DistillConfig) -> dict[str, float | str]:
     prompts = load_prompts(
         sets, limit=cfg.prompts.limit, path=cfg.prompts.path, split=None, folder=cfg.prompts.folder
     )
-    learnt = cfg.responses.self_written
+    learnt = sum(each.count for each in cfg.responses.self_written.values())
     for name, group in _by_set(prompts, DISTILL).items():
         limit = cfg.responses.limit_of.get(name, cfg.responses.limit)
         learnt += len(group[:limit])
@@ -149,13 +150,52 @@ def distill_plan(cfg: DistillConfig) -> dict[str, float | str]:
         "blocks per process, at most": blocks,
     }
     if cfg.responses.store_features:
-        stored = tokens * width * cfg.new_drafter.n_target_layers * 2
-        plan["GB of response features in 16 bits, at most"] = round(stored / 1e9, 2)
+        layers = cfg.new_drafter.n_target_layers if kind_of(cfg) == "dflash" else 3
+        stored = tokens * width * (layers + 1) * 2
+        plan["GB of response features and states in 16 bits, at most"] = round(stored / 1e9, 2)
     return plan
 
 
+def name_of(cfg: DistillConfig) -> str:
+    """Of the new drafter, and of its folder in the run's."""
+    new = cfg.new_drafter
+    return new.name or f"{cfg.model.name}-{kind_of(cfg)}-b{new.block_size}"
+
+
+def kind_of(cfg: DistillConfig) -> str:
+    """The kind of drafter to train. Raises UserError for one that nothing is learnt by."""
+    kind = str(get_class(cfg.drafter["_target_"]).name)
+    if kind not in KINDS:
+        raise UserError(f"drafter={kind}: nothing to train; allowed are {', '.join(KINDS)}")
+    return kind
+
+
+def layers_read(cfg: DistillConfig, target: Target) -> tuple[int, ...]:
+    """Target layers that the new drafter reads (UserError when it cannot fit the target)."""
+    if kind_of(cfg) == "dflash":
+        return drafter_config(cfg, target).target_layer_ids
+    check_depth(target, name_of(cfg))
+    return default_layers(target.config.num_hidden_layers)
+
+
+def new_student(cfg: DistillConfig, target: Target, corpus: Corpus) -> Student:
+    """The drafter before its first step: random, or the one that training continues from."""
+    if kind_of(cfg) == "dflash":
+        network = first_network(cfg, target, drafter_config(cfg, target)).to(target.device)
+        return DFlashStudent(network, target, corpus, cfg.training)
+    if cfg.training.init is not None:
+        head = load_head(cfg.training.init, target)
+    else:
+        ids = corpus.frequent_tokens(cfg.new_drafter.draft_vocabulary, target.embed_rows)
+        head = new_head(target, ids)
+        rows = target.model.get_output_embeddings().weight[ids.to(target.device)]
+        head.lm_head.weight.data.copy_(rows)
+        torch.nn.init.constant_(head.norm.weight, _FINAL_NORM)
+    return Eagle3Student(head.to(target.device), target, cfg.training, cfg.new_drafter.block_size)
+
+
 def drafter_config(cfg: DistillConfig, target: Target) -> DFlashConfig:
-    """Shape of the new drafter; the mask defaults to the first row past the tokenizer."""
+    """Shape of a new DFlash drafter; the mask defaults to the first row past the tokenizer."""
     mask = cfg.new_drafter.mask_token_id
     if mask is None:
         mask = len(target.tokenizer)
@@ -171,7 +211,7 @@ def drafter_config(cfg: DistillConfig, target: Target) -> DFlashConfig:
         block_size=cfg.new_drafter.block_size,
         mask_token_id=mask,
     )
-    check_fits(config, target, cfg.new_drafter.name)
+    check_fits(config, target, name_of(cfg))
     return config
 
 
@@ -206,13 +246,13 @@ def _prompts(
             "are the target's unfiltered ones; set them to 0 and 1"
         )
     sets: dict[str, PromptSet] = instantiate(cfg.prompts.sets, _convert_="all")
-    if cfg.responses.self_written:
-        file = folder / f"{SELF_WRITTEN}.jsonl"
+    for name in cfg.responses.self_written:
+        file = folder / f"{name}.jsonl"
         processes.wait_for_everyone()  # so that all see the same file, or none
         if not file.exists():
-            _write_prompts(cfg, target, file, processes)
+            _write_prompts(cfg, target, name, file, processes)
         processes.wait_for_everyone()
-        sets[SELF_WRITTEN] = LocalSet(name=SELF_WRITTEN, held_out=False, path=file)
+        sets[name] = LocalSet(name=name, held_out=False, path=file)
     prompts = load_prompts(
         sets, limit=cfg.prompts.limit, path=cfg.prompts.path, split=None, folder=cfg.prompts.folder
     )
@@ -227,12 +267,16 @@ def _prompts(
     return prompts
 
 
-def _write_prompts(cfg: DistillConfig, target: Target, file: Path, processes: PartialState) -> None:
-    """Let the target write `responses.self_written` prompts, in whole batches, over all ranks."""
-    size = cfg.responses.batch_size
-    every = range(math.ceil(cfg.responses.self_written / size))
+def _write_prompts(
+    cfg: DistillConfig, target: Target, name: str, file: Path, processes: PartialState
+) -> None:
+    """Let the target write the prompts of one set, in whole batches, over all ranks."""
+    size, wanted = cfg.responses.batch_size, cfg.responses.self_written[name]
+    every = range(math.ceil(wanted.count / size))
     mine = every[processes.process_index :: processes.num_processes]
-    written = self_written(target, mine, size, cfg.seed)
+    written = self_written(
+        target, name, wanted.opening, mine, size, cfg.decoding.max_new_tokens, cfg.seed
+    )
     parts = dict(gather_object(list(zip(mine, written, strict=True))))
     if processes.is_main_process:
         texts = dict.fromkeys(text for number in every for text in parts[number])
@@ -263,7 +307,7 @@ def _answer(
     prompts: Sequence[Prompt],
     split: str,
     folder: Path,
-    network: DFlashConfig,
+    layers: tuple[int, ...],
 ) -> list[Path]:
     """Shards of the target's responses to one split; every prompt set has its folder."""
     settings = ResponseSettings(
@@ -273,7 +317,7 @@ def _answer(
         temperature=cfg.decoding.temperature,
         seed=cfg.seed,
         max_new_tokens=cfg.decoding.max_new_tokens,
-        feature_layers=network.target_layer_ids if cfg.responses.store_features else (),
+        feature_layers=layers if cfg.responses.store_features else (),
         batch_size=cfg.responses.batch_size,
     )
     place = world()
@@ -293,11 +337,9 @@ def _answer(
 
 
 def held_out_taus(
-    cfg: DistillConfig, target: Target, drafter: Path, prompts: Sequence[Prompt]
+    cfg: DistillConfig, target: Target, method: Method, prompts: Sequence[Prompt]
 ) -> dict[str, float]:
     """Macro tau per prompt set at the trained size, by the decode loop, on validation prompts."""
-    policy = FixedPolicy(block_size=cfg.new_drafter.block_size, block_mode="draft")
-    method = Method(DFlashDrafter(checkpoint=str(drafter)), policy, verify)
     method.bind(target)
     taus = {}
     for name, group in _by_set(prompts, VALIDATION).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from blockpilot.training.responses import (
     shard_file,
     write_responses,
 )
-from blockpilot.training.trainer import features_of
+from blockpilot.training.states import states_of
 from blockpilot.verify.tree import verify
 
 LAYERS = (1, 2)
@@ -89,6 +90,17 @@ def test_a_response_is_what_the_decode_loop_gives(kind: str, temperature: float)
     assert len(lengths) > 1, "no answer ended before the budget"
 
 
+def test_the_head_of_a_batch_reads_rows_that_lie_together() -> None:
+    """A CPU multiplies each row of a strided view with its own copy of the matrix."""
+    target = stopping("qwen3")
+    seen: list[Tensor] = []
+    hook = target._head.register_forward_pre_hook(lambda head, read: seen.append(read[0]))
+    respond(target, asked([2, 5, 11]), 0.0)
+    hook.remove()
+    assert seen[0].shape[:2] == (3, 1)
+    assert all(each.is_contiguous() for each in seen)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_features_are_those_of_one_direct_forward_over_all_but_the_last_token(kind: str) -> None:
     target = stopping(kind)
@@ -100,8 +112,9 @@ def test_features_are_those_of_one_direct_forward_over_all_but_the_last_token(ki
             output = target.model(ids[None, :-1], output_hidden_states=True)
         wanted = torch.cat([output.hidden_states[layer + 1][0] for layer in LAYERS], dim=-1)
         torch.testing.assert_close(found, wanted)
-        example = Example("s", ids, len(request.ids), None)
-        torch.testing.assert_close(features_of(target, example, LAYERS), wanted)
+        computed, hidden = states_of(target, Example("s", ids, len(request.ids), None), LAYERS)
+        torch.testing.assert_close(computed, wanted)
+        torch.testing.assert_close(hidden, output.hidden_states[-1][0, len(request.ids) - 1 :])
 
 
 def test_a_corpus_gives_back_what_the_shards_hold(tmp_path: Path) -> None:
@@ -123,7 +136,10 @@ def test_a_corpus_gives_back_what_the_shards_hold(tmp_path: Path) -> None:
         assert example.ids.tolist() == [*request.ids, *tokens]
         assert example.prompt_length == len(request.ids)
         assert example.features is not None
+        assert example.hidden is not None
         assert torch.equal(example.features, found)
+        computed = states_of(target, replace(example, features=None), LAYERS)[1]
+        torch.testing.assert_close(example.hidden, computed)
     said = [tokens for _, tokens, _ in kept]
     assert corpus.response_tokens == sum(map(len, said))
     assert corpus.counts() == {"s": (len(kept), corpus.response_tokens)}
@@ -201,22 +217,25 @@ def test_prompts_that_the_target_writes_itself_continue_an_empty_user_turn() -> 
     target = chatting()
     try:
         written, other_batches, other_seed = (
-            list(chain.from_iterable(self_written(target, numbers, size, seed)))
+            list(chain.from_iterable(self_written(target, "own", "", numbers, size, 64, seed)))
             for numbers, size, seed in ((range(3), 4, 0), (range(2), 6, 0), (range(3), 4, 1))
         )
         assert written == other_batches
         assert written != other_seed
-        second = self_written(target, range(1, 2), 6, 0)
+        second = self_written(target, "own", "", range(1, 2), 6, 64, 0)
         assert written[-len(second[0]) :] == second[0], "as another rank would write it"
         assert len(set(written)) == len(written) > 4
         assert all(text.strip() == text != "" for text in written)
         head = target.tokenizer("<user>", add_special_tokens=False)["input_ids"]
-        sampler = KeyedSampler(temperature=1.0, seed=0, prompt_hashes=["self-written/0"])
+        sampler = KeyedSampler(temperature=1.0, seed=0, prompt_hashes=["own/0"])
         method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
         method.bind(target)
         tokens = decode(target, method, head, sampler, 64).tokens
         assert tokens[-1] in target.stop_ids
         text = target.tokenizer.decode(tokens[:-1], skip_special_tokens=True)
         assert text.strip() in written
+        begun = self_written(target, "own", "Say", range(2), 6, 64, 0)[0]
+        assert begun
+        assert all(text.startswith("Say") and len(text) > 3 for text in begun)
     finally:
         target.tokenizer.chat_template = None

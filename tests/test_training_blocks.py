@@ -18,7 +18,7 @@ from blockpilot.training.blocks import (
     dpace_weights,
     sample_anchors,
 )
-from blockpilot.training.trainer import CandidateHead
+from blockpilot.training.losses import CandidateHead, cross_entropies, expected_rows
 
 
 def generator(seed: int) -> torch.Generator:
@@ -123,7 +123,10 @@ def loss_over(head: CandidateHead, hidden: torch.Tensor, labels: torch.Tensor, s
     """Cross-entropies and log-partitions over the candidates of one step."""
     candidates = head.draw(generator(seed))
     logits = F.linear(hidden, candidates.weight) + candidates.offset
-    return F.cross_entropy(logits, candidates.place[labels], reduction="none"), logits.logsumexp(-1)
+    rows, offsets = expected_rows(hidden, candidates, candidates.weight)
+    place = candidates.place[labels]
+    hard, _ = cross_entropies(hidden, candidates.weight, candidates.offset, place, rows, offsets)
+    return hard, logits.logsumexp(-1)
 
 
 @pytest.mark.parametrize("n_sampled", [None, 1000])
@@ -134,6 +137,22 @@ def test_the_loss_over_all_tokens_is_the_plain_cross_entropy(n_sampled: int | No
     head = CandidateHead(weight, labels.unique(), n_sampled)
     losses, _ = loss_over(head, hidden, labels, 0)
     torch.testing.assert_close(losses, F.cross_entropy(hidden @ weight.T, labels, reduction="none"))
+
+
+@pytest.mark.parametrize("n_sampled", [None, 10])
+def test_soft_labels_are_the_probabilities_of_the_target(n_sampled: int | None) -> None:
+    weight = torch.randn(40, 8, generator=generator(0))
+    hidden, taught = torch.randn(2, 6, 8, generator=generator(1))
+    labels = torch.tensor([3, 39, 0, 5, 5, 12])
+    candidates = CandidateHead(weight, labels.unique(), n_sampled).draw(generator(2))
+    rows, offsets = expected_rows(taught, candidates, candidates.weight)
+    _, soft = cross_entropies(
+        *(hidden, candidates.weight, candidates.offset),
+        *(candidates.place[labels], rows, offsets),
+    )
+    logits, teacher = (x @ candidates.weight.T + candidates.offset for x in (hidden, taught))
+    wanted = F.cross_entropy(logits, teacher.softmax(dim=-1), reduction="none")
+    torch.testing.assert_close(soft, wanted)
 
 
 def test_sampled_candidates_leave_the_partition_function_unbiased() -> None:

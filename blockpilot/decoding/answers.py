@@ -35,22 +35,26 @@ class Answer:
     stop_reason: str  # "stop" or "budget"
     features: Tensor | None  # [len(prompt) + len(tokens) - 1, F]
     prefill_logits: Tensor  # [V], at the last prompt position
-    prefill_hidden: Tensor  # [D], input of the LM head there
+    hidden: Tensor  # [len(tokens), D], inputs of the LM head that chose the tokens
+
+    @property
+    def prefill_hidden(self) -> Tensor:
+        """Input of the LM head at the last prompt position [D]."""
+        return self.hidden[0]
 
 
 class _Watch(LogitsProcessor):
-    """Keeps the head's first input of a generation and whether all logits were finite."""
+    """Keeps the head's inputs of a generation and whether all logits were finite."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.hidden: Tensor | None = None
+        self.hidden: list[Tensor] = []
+        self.finite: Tensor = torch.tensor(True, device=target.device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         finite = scores.max(dim=-1).values.isfinite()
-        if self.hidden is None:
-            self.hidden, self.finite = self.target.head_input[:, -1].clone(), finite
-        else:
-            self.finite = self.finite & finite
+        self.finite = self.finite & finite
+        self.hidden.append(self.target.head_input[:, -1].clone())
         return scores
 
 
@@ -79,9 +83,9 @@ def answer(
     with FeatureTap(target.layers, layer_ids) if layer_ids else nullcontext() as tap:
         output = generate(target, ids, mask, sampler, padding, max_new_tokens, [watch])
         captured = tap.take().cpu() if tap is not None else None  # [R, P + T - 1, F]
-    assert watch.hidden is not None
     # Not the logits that processors see: `generate` hands them over in float32.
-    first, hidden = target.head(watch.hidden).cpu(), watch.hidden.cpu()
+    first = target.head(watch.hidden[0]).cpu()
+    hidden = torch.stack(watch.hidden, dim=1).cpu()  # [R, T, D]
     finite = watch.finite.tolist()
     answers = []
     for row, new in enumerate(output[:, width:].tolist()):
@@ -92,7 +96,8 @@ def answer(
         tokens, start = cut(new, target.stop_ids), width - len(prompts[row])
         features = None if captured is None else captured[row, start : width + len(tokens) - 1]
         reason = "stop" if tokens[-1] in target.stop_ids else "budget"
-        answers.append(Answer(tokens, reason, features, first[row], hidden[row]))
+        chose = hidden[row, : len(tokens)]
+        answers.append(Answer(tokens, reason, features, first[row], chose))
     return answers
 
 

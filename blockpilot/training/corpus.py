@@ -17,19 +17,20 @@ from blockpilot.errors import UserError
 
 @dataclass(frozen=True)
 class Example:
-    """One conversation: ids [T] of prompt and response; features [T - 1, F] where stored."""
+    """One conversation: ids [T] of prompt and response, and what was stored of its R new tokens."""
 
     prompt_set: str
     ids: Tensor
     prompt_length: int
-    features: Tensor | None
+    features: Tensor | None  # [T - 1, F]
+    hidden: Tensor | None = None  # [R, D], inputs of the LM head that chose the response's tokens
 
 
 class Corpus:
     """The conversations of some shards, in their order."""
 
     def __init__(self, shards: Sequence[Path]) -> None:
-        self._rows: list[tuple[str, list[int], int, Path, int]] = []
+        self._rows: list[tuple[str, list[int], int, Path, int, int]] = []
         for file in shards:
             self._read(file)
         if not self._rows:
@@ -37,11 +38,12 @@ class Corpus:
         self._handles: dict[Path, Any] = {}
 
     def _read(self, file: Path) -> None:
-        start = 0
+        start = answered = 0
         for row in pq.read_table(file).to_pylist():
             ids = row["prompt_ids"] + row["response_ids"]
-            place = (file.with_suffix(".safetensors"), start)
+            place = (file.with_suffix(".safetensors"), start, answered)
             start += len(ids) - 1
+            answered += len(row["response_ids"])
             if len(row["response_ids"]) >= 2:  # an anchor needs a successor
                 self._rows.append((row["prompt_set"], ids, len(row["prompt_ids"]), *place))
 
@@ -49,14 +51,16 @@ class Corpus:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Example:
-        prompt_set, ids, prompt_length, file, start = self._rows[index]
-        features = None
+        prompt_set, ids, prompt_length, file, start, answered = self._rows[index]
+        features = hidden = None
         if file.exists():
             if file not in self._handles:
                 self._handles[file] = safe_open(file, "pt").__enter__()
-            rows = self._handles[file].get_slice("features")
-            features = rows[start : start + len(ids) - 1]
-        return Example(prompt_set, torch.tensor(ids), prompt_length, features)
+            stored = self._handles[file]
+            features = stored.get_slice("features")[start : start + len(ids) - 1]
+            end = answered + len(ids) - prompt_length
+            hidden = stored.get_slice("hidden")[answered:end]
+        return Example(prompt_set, torch.tensor(ids), prompt_length, features, hidden)
 
     @property
     def response_tokens(self) -> int:
@@ -70,6 +74,14 @@ class Corpus:
             prompts, tokens = totals.get(name, (0, 0))
             totals[name] = prompts + 1, tokens + len(ids) - prompt_length
         return totals
+
+    def frequent_tokens(self, n: int, size: int) -> Tensor:
+        """The at most `n` ids below `size` that occur most often in responses, increasing."""
+        times = torch.zeros(size, dtype=torch.int64)
+        for _, ids, prompt_length, *_ in self._rows:
+            times += torch.bincount(torch.tensor(ids[prompt_length:]), minlength=size)
+        most = times.sort(descending=True, stable=True).indices[: min(n, int((times > 0).sum()))]
+        return most.sort().values
 
     def response_vocabulary(self, size: int) -> Tensor:
         """Ids [K] that occur in any response, increasing."""

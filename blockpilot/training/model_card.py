@@ -11,8 +11,17 @@ from omegaconf import OmegaConf
 from blockpilot.config import DistillConfig
 from blockpilot.training.corpus import Corpus
 
+_WHAT = {
+    "dflash": "DFlash drafter (arXiv 2602.06036) of {repo}, in the form of the published ones:\n"
+    "`config.json` and bf16 safetensors, without embedding and LM head, which are the target's.",
+    "eagle3": "EAGLE-3 head of {repo}, in the form of the published heads: `config.json` and bf16\n"
+    "safetensors, without embedding, which is the target's. Measured as a chain.",
+}
+
 
 def model_card(
+    name: str,
+    kind: str,
     cfg: DistillConfig,
     corpus: Corpus,
     taus: Mapping[str, float],
@@ -32,10 +41,9 @@ def model_card(
     )
     threads = f"{provenance['threads']} threads" if provenance["threads"] > 1 else "one thread"
     place = provenance["gpu"] or f"{provenance['cpu']} ({threads} a process)"
-    return f"""# {cfg.new_drafter.name}
+    return f"""# {name}
 
-DFlash drafter (arXiv 2602.06036) of {cfg.model.repo}, in the form of the published drafters:
-`config.json` and bf16 safetensors, without embedding and LM head, which are the target's.
+{_WHAT[kind].format(repo=cfg.model.repo)}
 
 ## Data
 

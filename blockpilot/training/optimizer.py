@@ -1,4 +1,4 @@
-"""Muon for the matrices of a drafter, AdamW for the gains of its norms; the work split over ranks.
+"""Muon for the inner matrices of a drafter, AdamW for the rest; the work split over ranks.
 
 Orthogonalizing the momentum of every matrix costs as much as a fifth of a step and each rank would
 do all of it, so each rank updates its share of the matrices and sends the result to the others.
@@ -28,12 +28,14 @@ class DrafterOptimizer:
     def __init__(self, network: nn.Module, settings: TrainingConfig) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world = dist.get_world_size() if dist.is_initialized() else 1
-        weights = list(network.parameters())
-        self._shares = shares([w for w in weights if w.ndim == 2], self._world)
+        # The rows of a head of its own belong to tokens, seen more or less often: AdamW's business.
+        named = dict(network.named_parameters())
+        inner = [w for name, w in named.items() if w.ndim == 2 and not name.startswith("lm_head")]
+        self._shares = shares(inner, self._world)
         rate = settings.learning_rate
         # The gains come first: a rank may have no share of the matrices.
-        gains = [w for w in weights if w.ndim != 2]
-        self._parts: list[Any] = [torch.optim.AdamW(gains, lr=rate, betas=(0.9, 0.95))]
+        others = [w for name, w in named.items() if w.ndim != 2 or name.startswith("lm_head")]
+        self._parts: list[Any] = [torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95))]
         if mine := self._shares[self._rank]:
             decay, scaling = settings.weight_decay, "match_rms_adamw"
             muon = torch.optim.Muon(mine, lr=rate, weight_decay=decay, adjust_lr_fn=scaling)

@@ -1,7 +1,8 @@
 """Responses that the target itself writes, the only text a drafter learns from.
 
-Every shard is a parquet file with a safetensors file of target features beside
-it; both appear by rename, so an interrupted run continues with the next missing shard.
+Every shard is a parquet file with a safetensors file of what the target computed beside it, its
+features and the inputs of its LM head; both appear by rename, so an interrupted run continues with
+the next missing shard.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def _write_shard(
     # The parquet file comes last: where it stands, the features stand too.
     features = [each.features for each in answers if each.features is not None]
     if features:
-        packed = save({"features": torch.cat(features)})
+        hidden = torch.cat([each.hidden for each in answers])
+        packed = save({"features": torch.cat(features), "hidden": hidden})
         replace_file(file.with_suffix(".safetensors"), lambda stream: stream.write(packed))
     table = pa.table(
         {
@@ -151,29 +153,42 @@ def _write_shard(
 
 
 @torch.inference_mode()
-def self_written(target: Target, batches_of: range, batch_size: int, seed: int) -> list[list[str]]:
-    """User messages that the target writes itself: an empty user turn continued at T = 1.
+def self_written(
+    target: Target,
+    name: str,
+    opening: str,
+    batches_of: range,
+    batch_size: int,
+    max_new_tokens: int,
+    seed: int,
+) -> list[list[str]]:
+    """User messages that the target writes itself: an open user turn continued at T = 1.
 
-    One list for each batch number in `batches_of`; what does not end its turn or is empty is
-    dropped. Raises UserError for a target without a chat template: it has no turns.
+    `opening` is how every message begins, it may be empty; `name` is the prompt set's and enters
+    the noise. One list for each batch number in `batches_of`; a message that does not end within
+    `max_new_tokens` or says nothing of its own is dropped. Raises UserError for a target without a
+    chat template: it has no turns.
     """
     if target.tokenizer.chat_template is None:
-        raise UserError("responses.self_written: the target has no chat template; set it to 0")
+        raise UserError("responses.self_written: the target has no chat template; set it to {}")
     marker = "\u241e"
     message = [{"role": "user", "content": marker}]
     text = str(target.tokenizer.apply_chat_template(message, tokenize=False))
-    ids = target.tokenizer(text.split(marker)[0], add_special_tokens=False)["input_ids"]
+    head = text.split(marker)[0] + opening
+    ids = target.tokenizer(head, add_special_tokens=False)["input_ids"]
     written = []
     for number in batches_of:
-        keys = [f"self-written/{number * batch_size + row}" for row in range(batch_size)]
+        keys = [f"{name}/{number * batch_size + row}" for row in range(batch_size)]
         sampler = KeyedSampler(temperature=1.0, seed=seed, prompt_hashes=keys)
         padding = torch.zeros(batch_size, dtype=torch.int64, device=target.device)
         rows = torch.tensor([ids] * batch_size)
-        output = generate(target, rows, torch.ones_like(rows), sampler, padding, 64)
-        ended = []
-        for row in output[:, len(ids) :].tolist():
-            tokens = cut(row, target.stop_ids)
-            if tokens[-1] in target.stop_ids:
-                ended.append(str(target.tokenizer.decode(tokens[:-1], skip_special_tokens=True)))
-        written.append([message_text.strip() for message_text in ended if message_text.strip()])
+        mask = torch.ones_like(rows)
+        output = generate(target, rows, mask, sampler, padding, max_new_tokens)
+        ended = [cut(row, target.stop_ids) for row in output[:, len(ids) :].tolist()]
+        texts = [
+            str(target.tokenizer.decode(tokens[:-1], skip_special_tokens=True))
+            for tokens in ended
+            if tokens[-1] in target.stop_ids
+        ]
+        written.append([(opening + own).strip() for own in texts if own.strip()])
     return written

@@ -1,0 +1,87 @@
+"""The loss of a drafter's slots: cross-entropy over candidate tokens, towards hard and soft labels.
+
+Letters: n slots, R tokens of a response, D width, V vocabulary rows, K candidate tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Tokens that the loss is computed over in one step, with the LM head's rows."""
+
+    weight: Tensor  # [K, D]
+    offset: Tensor  # [K] log-correction of sampled tokens
+    place: Tensor  # [V] index of a token among the candidates
+
+
+class CandidateHead:
+    """The softmax of the loss over the tokens that occur in responses and a sample of the others.
+
+    Most of a vocabulary never occurs in the responses and the LM head is the largest matrix of the
+    step. The sampled tokens stand for all the absent ones: their logits are raised by
+    log(absent / sampled), which keeps the partition function unbiased. `n_sampled` None takes the
+    whole vocabulary.
+    """
+
+    def __init__(self, head: Tensor, seen: Tensor, n_sampled: int | None) -> None:
+        self.head = head  # [V, D]
+        absent = torch.ones(head.shape[0], dtype=torch.bool)
+        absent[seen] = False
+        self.seen, self.absent = seen, absent.nonzero()[:, 0]
+        self.n_sampled = n_sampled if n_sampled and n_sampled < len(self.absent) else None
+
+    def draw(self, generator: torch.Generator) -> Candidates:
+        """Candidates of one step."""
+        device = self.head.device
+        if self.n_sampled is None:
+            everything = torch.arange(self.head.shape[0], device=device)
+            return Candidates(self.head, torch.zeros(1, device=device), everything)
+        drawn = torch.randperm(len(self.absent), generator=generator)[: self.n_sampled]
+        ids = torch.cat([self.seen, self.absent[drawn]]).to(device)
+        offset = torch.zeros(len(ids), device=device)
+        offset[len(self.seen) :] = math.log(len(self.absent) / self.n_sampled)
+        place = torch.zeros(self.head.shape[0], dtype=torch.int64, device=device)
+        place[ids] = torch.arange(len(ids), device=device)
+        return Candidates(self.head[ids], offset, place)
+
+
+def expected_rows(
+    head_inputs: Tensor, candidates: Candidates, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mean of `rows` [K, D] and the mean offset over the target's distribution: [R, D], [R].
+
+    `head_inputs` [R, D] are those that chose the tokens of a response; `rows` W are those of the
+    head that is to learn, the target's own or another. The cross-entropy towards the target's
+    probabilities p is logsumexp(z) - sum_v p_v z_v with logits z = W h + o, and that sum is
+    h . (sum_v p_v W_v) + sum_v p_v o_v: one row per token of the response says all of p.
+    """
+    with torch.no_grad():
+        logits = F.linear(head_inputs, candidates.weight).float() + candidates.offset
+        probability = logits.softmax(dim=-1)
+        offset = probability @ candidates.offset.expand(logits.shape[-1])
+    return probability.to(rows.dtype) @ rows, offset
+
+
+def cross_entropies(
+    hidden: Tensor,  # [n, D]
+    weight: Tensor,  # [K, D]
+    offset: Tensor,  # [K] or [1]
+    labels: Tensor,  # [n]
+    expected: Tensor,  # [n, D]
+    expected_offset: Tensor,  # [n]
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropies [n] in float32 of LM-head inputs over K candidates: towards the labels, and
+    towards the target's distribution, which `expected_rows` describes."""
+    logits = F.linear(hidden, weight).float() + offset
+    normalizer = logits.logsumexp(dim=-1)
+    hard = normalizer - logits.gather(-1, labels[:, None])[:, 0]
+    soft = normalizer - (hidden.float() * expected.float()).sum(dim=-1) - expected_offset
+    return hard, soft

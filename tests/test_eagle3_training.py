@@ -1,0 +1,134 @@
+"""Training of EAGLE-3 heads: the stage, the published form, the walk against the loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from decoding_kit import tiny_target
+from safetensors.torch import load_file
+from stages_kit import (
+    distill_arguments,
+    distill_prompts,
+    performed,
+    sweep_arguments,
+    texts_of,
+    write_prompts,
+)
+
+from blockpilot import distill, sweep
+from blockpilot.decoding.loop import decode
+from blockpilot.decoding.sampling import KeyedSampler
+from blockpilot.decoding.target import Target
+from blockpilot.drafters.eagle3 import new_head
+from blockpilot.errors import UserError
+from blockpilot.prompts.base import Prompt
+from blockpilot.tracking import NullTracker
+from blockpilot.training.corpus import Corpus
+from blockpilot.training.eagle3 import Eagle3Student
+from blockpilot.training.responses import Request, ResponseSettings, shard_file, write_responses
+
+HEART = [
+    "drafter=eagle3",
+    "training.steps=80",
+    "training.sequences_per_step=4",
+    "training.anchors_per_sequence=16",
+    "training.evaluate_every=80",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A head that knows seven answers by heart, and its losses on the way."""
+    folder = tmp_path_factory.mktemp("eagle3")
+    losses: list[float] = []
+
+    def log(tracker: NullTracker, values: Mapping[str, float], *, step: int) -> None:
+        losses.extend(value for key, value in values.items() if key == "train/loss")
+
+    arguments = distill_arguments(folder, distill_prompts(folder), *HEART)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NullTracker, "log", log)
+        return performed(distill.run, "distill", *arguments), losses
+
+
+def test_training_lowers_the_loss(trained: tuple[Path, list[float]]) -> None:
+    _, losses = trained
+    assert len(losses) == 80
+    # Soft labels of random weights: their entropy remains.
+    assert sum(losses[-5:]) / 5 < losses[0] - 0.5
+
+
+def test_the_head_has_the_published_form(trained: tuple[Path, list[float]]) -> None:
+    folder, _ = trained
+    assert folder.name == "drafter"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    weights = load_file(folder / "model.safetensors")
+    layer = {f"self_attn.{part}_proj" for part in "qkvo"} | {"hidden_norm", "input_layernorm"}
+    layer |= {"post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    wanted = {f"midlayer.{name}.weight" for name in layer}
+    assert set(weights) == wanted | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    assert config["draft_vocab_size"] == len(weights["d2t"]) == int(weights["t2d"].sum())
+    assert "EAGLE-3 head" in (folder / "README.md").read_text()
+
+
+def test_a_sweep_profits_from_it(trained: tuple[Path, list[float]], tmp_path: Path) -> None:
+    file = write_prompts(tmp_path / "prompts.jsonl", texts_of("distill", 7))
+    records = performed(
+        sweep.run,
+        "sweep",
+        *sweep_arguments(tmp_path, file, "dtype=float32", "decoding.temperature=0"),
+        "drafter=eagle3",
+        f"drafter.checkpoint={trained[0]}",
+        "drafter.block_size=6",
+        "decoding.max_new_tokens=12",
+    )
+    assert (records.groupby("prompt_id")["output_sha256"].nunique() == 1).all()
+    widest = records[records["block_size"] == records["block_size"].max()]
+    committed = [count for row in widest["committed"] for count in row]
+    assert sum(committed) / len(committed) > 1.3, "these answers were learnt by heart"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_walk_over_stored_answers_gives_the_loops_tau(
+    tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockpilot.training.eagle3.has_16_bit_products", lambda device: False)
+    shared = tiny_target()
+    target = Target(shared.model, shared.tokenizer)
+    target.stop_ids = frozenset()
+    head = new_head(target, torch.arange(61)).double()
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.model.get_output_embeddings().weight)
+        head.midlayer.mlp.down_proj.weight.mul_(0.1)
+        head.midlayer.self_attn.o_proj.weight.mul_(0.1)
+        head.fc.weight.copy_(torch.cat([torch.zeros(32, 64), torch.eye(32)], dim=1))
+    settings = ResponseSettings("t", None, "float64", temperature, 0, 20, (1, 1, 0), 9)
+    batch = [
+        Request(Prompt(text, "s", (text,), "distill"), [3 + i, 9, 20 + i])
+        for i, text in enumerate(texts_of("distill", 6))
+    ]
+    write_responses(target, batch, tmp_path, 0, settings)
+    corpus = Corpus([shard_file(tmp_path, 0)])
+    student = Eagle3Student(head, target, None, 5)  # type: ignore[arg-type]
+    monkeypatch.setattr("blockpilot.drafters.eagle3.load_head", lambda checkpoint, target: head)
+    method = student.method(tmp_path)
+    method.bind(target)
+    walked, decoded = [], []
+    for index, request in enumerate(batch):
+        walked.append(student.tau(corpus[index]))
+        sampler = KeyedSampler(temperature=temperature, seed=0, prompt_hashes=[request.prompt.hash])
+        trace = decode(target, method, request.ids, sampler, 20)
+        decoded.append(sum(trace.committed) / len(trace.committed))
+    assert walked == decoded
+    assert len(set(decoded)) > 1, "else the law would hold for any walk"
+
+
+def test_a_drafter_without_weights_is_refused(tmp_path: Path) -> None:
+    arguments = distill_arguments(tmp_path, distill_prompts(tmp_path), "drafter=prompt_lookup")
+    with pytest.raises(UserError, match="drafter=prompt_lookup: nothing to train; allowed are"):
+        performed(distill.run, "distill", *arguments)
