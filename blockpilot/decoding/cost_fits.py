@@ -106,3 +106,13 @@ def _line(x: Floats, y: Floats) -> tuple[float, float]:
     if intercept < 0:
         return float((x * y).sum() / (x * x).sum()), 0.0
     return float(slope), float(intercept)
+
+
+def most_per_second(tokens: Sequence[float], seconds: Sequence[float]) -> int:
+    """The number n, from 1, with the largest tokens[n - 1] / seconds[n - 1]; the first of equals.
+
+    All are tried: a measured cost need not be convex, which stopping at the first loss would take
+    for granted. `seconds` may be longer.
+    """
+    rates = [mine / cost for mine, cost in zip(tokens, seconds, strict=False)]
+    return 1 + rates.index(max(rates))

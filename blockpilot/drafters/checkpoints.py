@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from blockpilot.errors import UserError
@@ -95,5 +95,5 @@ def save_checkpoint(network: nn.Module, config: Mapping[str, Any], folder: Path)
         dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
         weights[key] = tensor.detach().to("cpu", dtype).contiguous()
     scratch = folder / "model.safetensors.tmp"
-    save_file(weights, scratch, metadata={"format": "pt"})
+    scratch.write_bytes(save(weights, metadata={"format": "pt"}))  # save_file: for its user alone
     scratch.rename(folder / "model.safetensors")

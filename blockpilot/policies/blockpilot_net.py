@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from blockpilot.errors import UserError
@@ -114,7 +114,7 @@ def save_predictor(net: BlockSizeNet, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(asdict(net.config), indent=1) + "\n")
     weights = {key: value.detach().cpu().contiguous() for key, value in net.state_dict().items()}
     scratch = folder / "model.safetensors.tmp"
-    save_file(weights, scratch, metadata={"format": "pt"})
+    scratch.write_bytes(save(weights, metadata={"format": "pt"}))  # save_file: for its user alone
     scratch.rename(folder / "model.safetensors")
 
 

@@ -13,6 +13,7 @@ from operator import mul
 
 from blockpilot.decoding.anchors import Answered, Choices, Replay
 from blockpilot.decoding.cost import CostCurve, cost_settings, load_cost
+from blockpilot.decoding.cost_fits import most_per_second
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
@@ -110,12 +111,7 @@ def exact_length(confidences: Sequence[float], seconds: Sequence[float]) -> int:
     """Tokens to verify, at least one, for the most expected tokens per second.
 
     `seconds[n - 1]` is a cycle's cost with n verified tokens. Expected are the target's own token
-    and the products of the confidences. All lengths are tried, since a measured cost need not be
-    convex, which stopping at the first loss would take for granted.
+    and the products of the confidences.
     """
-    best, best_rate, expected = 1, 0.0, 1.0
-    for n, product in enumerate(accumulate(confidences, mul), start=1):
-        expected += product
-        if expected / seconds[n - 1] > best_rate:
-            best, best_rate = n, expected / seconds[n - 1]
-    return best
+    expected = list(accumulate(accumulate(confidences, mul), initial=1.0))
+    return most_per_second(expected[1:], seconds)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from blockpilot.decoding.anchors import TOP, Answered, Choices, Replay
 from blockpilot.decoding.cost import cost_settings, load_cost
-from blockpilot.decoding.cost_fits import Roofline, Shapes, convex
+from blockpilot.decoding.cost_fits import Roofline, Shapes, convex, most_per_second
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
@@ -137,15 +138,12 @@ def paying_nodes(
     """Leading nodes of a best-first tree that promise the most tokens per second.
 
     `seconds[n - 1]` is a cycle's cost with n nodes. Expected are the target's own token and the
-    nodes' scores. All sizes are tried: stopping at the first loss needs a convex cost.
+    nodes' scores.
     """
-    scores, best, best_rate, expected = [1.0], 1, 0.0, 1.0
-    for n, (slot, rank, parent) in enumerate(tree, start=1):
+    scores = [1.0]
+    for slot, rank, parent in tree:
         scores.append(scores[parent] * math.exp(logprobs[slot][rank]))
-        expected += scores[n]
-        if expected / seconds[n - 1] > best_rate:
-            best, best_rate = n, expected / seconds[n - 1]
-    return best
+    return most_per_second(list(accumulate(scores))[1:], seconds)
 
 
 def best_first(logprobs: Sequence[Sequence[float]], n_nodes: int) -> list[Node]:
