@@ -71,6 +71,7 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
     drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
     target = with_engine(load_target(cfg), cfg.engine)
     drafter.bind(target)
+    target.timed = cfg.mode == "decode" or not drafter.replayable
     methods = sweep_methods(cfg, drafter, target)
     sweep = new_sweep(cfg, target, drafter, methods, folder)
     place, tracker = world(), instantiate(cfg.tracker, _convert_="all")
@@ -112,10 +113,12 @@ def new_sweep(
     folder: Path,
 ) -> DecodedSweep | ReplayedSweep:
     """The sweep of the mode asked for; a drafter that cannot be replayed is decoded, told so."""
-    if cfg.mode == "replay" and drafter.replayable:
-        cost = (
-            None if cfg.cost is None else load_cost(cfg.cost, cost_settings(target, drafter.name))
-        )
+    if not target.timed:
+        cost = None
+        if cfg.cost is not None:
+            cost = load_cost(cfg.cost, cost_settings(target, drafter.name))
+            told = [f"{cost.settings.get(name)}" for name in ("hardware", "threads", "dtype")]
+            log.info("times are predicted for %s, threads %s, %s", *told)
         return ReplayedSweep(cfg, target, methods, folder, drafter, cost)
     if cfg.cost is not None:
         raise UserError(f"cost={cfg.cost}: times of decoded rows are measured; set mode=replay")

@@ -215,6 +215,12 @@ def test_a_curve_of_other_settings_is_refused_by_name(tmp_path: Path, key: str) 
     assert load_cost(file, settings).points == points()
 
 
+def test_a_replay_may_ask_about_another_machine_but_not_about_another_pair() -> None:
+    target = tiny_target()
+    target.timed = False
+    assert cost_settings(target, "dflash") == {"target": target.name, "drafter": "dflash"}
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", json.dumps({"points": [{"x": 1}]})])
 def test_a_file_that_is_no_curve_is_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "cost.json"

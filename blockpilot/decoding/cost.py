@@ -105,11 +105,17 @@ class CostCurve:
 
 
 def cost_settings(target: TargetModel, drafter: str) -> dict[str, Any]:
-    """What a cycle's cost depends on, as far as a bound pair and its machine say."""
+    """What a cycle's cost depends on, as far as a bound pair and its machine say.
+
+    A replay measures no time and may ask what another machine would have taken: for it the pair
+    alone counts.
+    """
+    pair = {"target": target.name, "drafter": drafter}
+    if not target.timed:
+        return pair
     machine = facts(target.device)
     return {
-        "target": target.name,
-        "drafter": drafter,
+        **pair,
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": target.config._attn_implementation,
         "engine": target.engine,

@@ -29,6 +29,7 @@ class TargetModel(Protocol):
     dtype: torch.dtype
     embed_rows: int  # rows of the embedding: the vocabulary with its padding
     engine: str
+    timed: bool  # False where only tokens count: in a replay
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., D] of ids [...]."""

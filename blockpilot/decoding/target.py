@@ -51,6 +51,7 @@ class Target:
     """A causal LM with its tokenizer, its stop ids and the features that a drafter asked for."""
 
     engine = "eager"
+    timed = True
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str = "unnamed"
