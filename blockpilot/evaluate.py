@@ -4,7 +4,8 @@
         policies=[outputs/train/<run id>/predictor] timed=outputs/sweep/<run id>
 
 Scores the split `test` of a dataset: each prompt's gain at the size that a predictor picks, from
-the records that the dataset was made of. The fixed size is the best one of the split `policy`.
+the records that the dataset was made of, beside the policies that decide every cycle, where the
+sweeps replayed some. The fixed size is the best one of the split `policy`.
 `timed` is a decoded sweep whose methods, policies among them, are compared with that size by time.
 """
 
@@ -29,8 +30,16 @@ from blockpilot.prompts.base import POLICY, TEST
 from blockpilot.records.files import make_folder, write_csv
 from blockpilot.records.schema import PLAIN
 from blockpilot.records.store import read_records
-from blockpilot.reporting.evaluation import Gains, Ints, evaluate, evaluation_table, timed_table
+from blockpilot.reporting.evaluation import (
+    Floats,
+    Gains,
+    Ints,
+    evaluate,
+    evaluation_table,
+    timed_table,
+)
 from blockpilot.reporting.hindsight import per_cycle_gains
+from blockpilot.reporting.replayed import policy_gains, with_tuned
 from blockpilot.reporting.tables import render
 from blockpilot.runtime import stage
 from blockpilot.training.examples import Examples, load_examples
@@ -61,7 +70,8 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
         raise UserError(f"policies={list(cfg.policies)}: two come from runs of one name")
     timed = None if cfg.timed is None else timed_lines(cfg, examples, fixed)
     choices = {name: chosen_sizes(policy, test) for name, policy in policies.items()}
-    table = pd.concat(scored(test, fixed, choices), ignore_index=True)
+    others = per_cycle(learnt, test, fixed)
+    table = pd.concat(scored(test, fixed, choices, others), ignore_index=True)
     if policies:
         table = table.merge(pd.DataFrame(map(facts_of, policies.items())), how="left", on="method")
     folder = Path(cfg.paths.outputs) / "evaluate" / cfg.run_id
@@ -73,16 +83,31 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
     return table
 
 
-def scored(test: Examples, fixed: int, choices: Mapping[str, Ints]) -> Iterator[pd.DataFrame]:
-    """Lines of every prompt set and of all, printed as they come."""
+def per_cycle(learnt: Examples, test: Examples, fixed: int) -> dict[str, Floats]:
+    """Gains on the test examples of policies that the runs replayed, and of hindsight."""
     origin = test.origin
-    unit = "tau" if origin.objective == "tau" else "tokens/s"
     runs, seconds = [Path(run) for run in origin.runs], test.seconds.numpy()
-    others = {}
+    base = {
+        name: gain
+        for part in (learnt, test)
+        if origin.objective != "tau"
+        for name, gain in zip(part.prompt_id, part.gains[:, fixed].tolist(), strict=True)
+    }
+    decided = policy_gains(runs, base, origin.sizes[fixed])
+    others = {} if decided is None else with_tuned(decided, learnt.prompt_id, test.prompt_id)
     for name, width in CEILINGS.items():
         gains = per_cycle_gains(runs, test.prompt_id, origin.sizes, seconds, width)
         if gains is not None:
             others[name] = gains
+    return others
+
+
+def scored(
+    test: Examples, fixed: int, choices: Mapping[str, Ints], others: Mapping[str, Floats]
+) -> Iterator[pd.DataFrame]:
+    """Lines of every prompt set and of all, printed as they come."""
+    origin = test.origin
+    unit = "tau" if origin.objective == "tau" else "tokens/s"
     for name in [*dict.fromkeys(test.prompt_set), POOLED]:
         rows = [i for i, each in enumerate(test.prompt_set) if name in (each, POOLED)]
         if len(rows) < 2:
@@ -110,18 +135,18 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
     prompts of other splits.
     """
     records, origin = read_records(Path(cfg.timed or "")), examples.origin
-    drafted = records[records["drafter"] != NO_DRAFTER]
-    for what, found, wanted in (
-        ("mode", records["mode"], "decode"),
-        ("split", records["split"], TEST),
-        ("target", records["target"], origin.target),
-        ("drafter", drafted["drafter_checkpoint"], origin.drafter),
-        ("block_mode", drafted["block_mode"], origin.block_mode),
-    ):
-        if other := set(found) - {wanted}:
+    for what, wanted in (("mode", "decode"), ("split", TEST), ("target", origin.target)):
+        if other := set(records[what]) - {wanted}:
             raise UserError(f"timed={cfg.timed}: {what} {other.pop()}, wanted is {wanted}")
+    # Other drafters and other ways to cut a block may stand beside the pair that was learnt on.
+    same = records[(records["policy"] == "fixed") & (records["drafter"] != NO_DRAFTER)]
+    for what, wanted in (("drafter_checkpoint", origin.drafter), ("block_mode", origin.block_mode)):
+        if wanted not in set(same[what]):
+            held = ", ".join(map(str, same[what].unique()))
+            raise UserError(f"timed={cfg.timed}: {what} {held or None}, wanted is {wanted}")
+        same = same[same[what] == wanted]
     size = origin.sizes[fixed]
-    named = drafted[(drafted["policy"] == "fixed") & (drafted["block_size"] == size)]["method"]
+    named = same[same["block_size"] == size]["method"]
     base = PLAIN if size == 1 else next(iter(named.unique()), None)
     if base is None:
         raise UserError(f"timed={cfg.timed}: lacks the best fixed size {size}; add sizes=[{size}]")

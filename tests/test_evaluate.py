@@ -17,6 +17,7 @@ from blockpilot.records.store import read_records
 from blockpilot.records.tau import tau_by_size
 from blockpilot.reporting.evaluation import Gains
 from blockpilot.reporting.evaluation import evaluate as score
+from blockpilot.reporting.replayed import policy_gains, with_tuned
 
 __all__ = ["folder"]  # the fixture
 
@@ -96,6 +97,67 @@ def test_the_stage_scores_predictors_on_the_test_split(folder: Path) -> None:
     pd.testing.assert_frame_equal(stored, table, check_dtype=False)
 
 
+def test_policies_that_a_sweep_replayed_are_lines_beside_the_sizes(
+    folder: Path, tmp_path: Path
+) -> None:
+    policies = "mode=replay", "method=[libraspec,tree7,tree15,tree63]"
+    texts = write_prompts(tmp_path / "p.jsonl", [*texts_of("policy", 3), *texts_of("test", 3)])
+    performed(sweep.run, "sweep", *sweep_arguments(tmp_path, texts, "run_id=run", *policies))
+    given = [f"runs=[{tmp_path}/sweep/run]", *outputs(tmp_path)]
+    performed(dataset.run, "dataset", *given)
+    given = [f"dataset={tmp_path}/dataset/run", *outputs(tmp_path)]
+    table = performed(evaluate.run, "evaluate", *given)
+    lines = table[table["prompt_set"] == "all"].set_index("method")
+    records = read_records(tmp_path / "sweep/run")
+    rows = records[(records["split"] == "test") & (records["method"] == "tree7")]
+    taus = [sum(committed) / len(committed) for committed in rows["committed"]]
+    assert len(taus) == 3
+    assert lines.filter(like="tree7", axis=0)["gain"].item() == pytest.approx(np.mean(taus))
+    assert "libraspec" in lines.index
+    assert lines.index.str.fullmatch(r"tree\d+, tuned among tree\*").sum() == 1
+
+
+def test_predicted_times_of_policies_are_those_of_the_same_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [
+        # prompt, seed, method, policy, size, predicted seconds
+        ("a", 0, "dflash8", "fixed", 8, 2.0),
+        ("a", 0, "tree7", "tree", 8, 1.0),
+        ("a", 1, "dflash8", "fixed", 8, 3.0),
+        ("a", 1, "tree7", "tree", 8, 6.0),
+        ("b", 0, "dflash8", "fixed", 8, 4.0),
+        ("b", 0, "tree7", "tree", 8, 5.0),
+        ("b", 0, "dflash7", "fixed", 7, 9.0),
+    ]
+    names = ["prompt_id", "seed", "method", "policy", "block_size", "predicted_decode_s"]
+    frame = pd.DataFrame(rows, columns=names).assign(
+        turn=0, repeat=0, status="ok", committed=[[2, 2]] * len(rows)
+    )
+    monkeypatch.setattr("blockpilot.reporting.replayed.read_records", lambda run: frame)
+    found = policy_gains([Path("run")], {"a": 10.0, "b": 100.0}, 8)
+    assert found is not None
+    assert found["tree7"].to_dict() == {"a": 10 * (2 / 1 + 3 / 6) / 2, "b": 100 * 4 / 5}
+    taus = policy_gains([Path("run")], {}, 8)
+    assert taus is not None
+    assert taus["tree7"].to_dict() == {"a": 2, "b": 2}
+    frame.loc[1, "predicted_decode_s"] = np.nan
+    assert policy_gains([Path("run")], {"a": 1.0, "b": 1.0}, 8) is None
+
+
+def test_the_tuned_one_is_chosen_on_other_prompts_than_it_is_scored_on() -> None:
+    gains = pd.DataFrame(
+        {"tree7": [3.0, 1.0], "tree15": [2.0, 9.0], "libraspec": [1.0, 1.0], "cad": [1, np.nan]},
+        index=["learnt", "test"],
+    )
+    found = with_tuned(gains, ["learnt"], ["test"])
+    assert {name: values.tolist() for name, values in found.items()} == {
+        "tree7, tuned among tree*": [1.0],
+        "tree15": [9.0],
+        "libraspec": [1.0],
+    }
+
+
 def test_predictors_of_other_sizes_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     given = [f"runs=[{folder}/sweep/run]", "sizes=[15,17]", *outputs(tmp_path)]
     performed(dataset.run, "dataset", *given)
@@ -137,6 +199,7 @@ def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
     ("change", "told"),
     [
         ("mode=replay", "mode replay, wanted is decode"),
+        ("block_mode=verify", "block_mode verify, wanted is draft"),
         ("prompts.split=null", "split policy, wanted is test"),
         ("radius=0", "lacks the best fixed size 1[57]; add sizes="),
     ],

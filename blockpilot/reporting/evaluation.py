@@ -96,11 +96,13 @@ def timed_table(records: pd.DataFrame, fixed: str) -> pd.DataFrame:
 
     Those of `sweep_table` with over_fixed: the ratio of mean TPOTs, the fixed size's over the
     method's, with over_fixed_low/high (95%, bootstrap over prompts, paired); detectable, the
-    smallest change of that ratio that this many prompts show in four of five trials; drafting, the
-    share of the decoding time that drafts took; verified, target positions per cycle.
+    smallest change of that ratio that this many prompts show in four of five trials; drafting and
+    deciding, the shares of the decoding time that drafts and the policy took; verified, target
+    positions per cycle.
     """
     table = sweep_table(records, by_set=True)
-    columns: dict[str, list[float]] = {name: [] for name in (*_OVER_FIXED, "drafting", "verified")}
+    names = (*_OVER_FIXED, "drafting", "deciding", "verified")
+    columns: dict[str, list[float]] = {name: [] for name in names}
     for line in table.to_dict("records"):
         within = records["prompt_set"].eq(line["set"]) | (line["set"] == ALL_SETS)
         chosen = records[within]
@@ -108,7 +110,8 @@ def timed_table(records: pd.DataFrame, fixed: str) -> pd.DataFrame:
         ratio, (low, high) = metrics.speedup(pairs)
         rows = chosen[(chosen["method"] == line["method"]) & (chosen["status"] == "ok")]
         cycles = int(rows["verified"].map(len).sum())
-        columns["drafting"].append(float(rows["draft_s"].sum() / rows["decode_s"].sum()))
+        for name, part in (("drafting", "draft_s"), ("deciding", "policy_s")):
+            columns[name].append(float(rows[part].sum() / rows["decode_s"].sum()))
         columns["verified"].append(rows["verified"].map(sum).sum() / max(cycles, 1))
         base, own = metrics.paired_times(pairs, "decode_s")
         noise = base / own if len(own) > 1 else np.array([np.nan, np.nan])

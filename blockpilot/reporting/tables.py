@@ -181,6 +181,7 @@ _COLUMNS = (
     _Column("over_fixed", "over best\nfixed 95%", _decimals(2)),
     _Column("detectable", "detect-\nable", _decimals(2)),
     _Column("drafting", "draft-\ning", lambda share: f"{100 * share:.0f}%"),
+    _Column("deciding", "decid-\ning", lambda share: f"{100 * share:.1f}%"),
     _Column("verified", "verified\nper cycle", _decimals(1)),
     _Column("predicted_speedup", "predicted\nspeedup", _decimals(2)),
     _Column("equal_to_plain", "equal\nplain", lambda share: f"{100 * share:.0f}%"),
