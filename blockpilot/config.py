@@ -207,6 +207,7 @@ class PipelineRecords:
     options: str  # of every sweep: the model, the budget, the temperature
     test: str  # options that name the test prompts
     timed: int  # test prompts per set that are decoded and timed
+    policies: str  # options of sweeps that replay policies which decide every cycle
     runs: str  # folders of the sweeps, with commas between them
     scored: str  # those of them that hold the test prompts
     steps: list[str]

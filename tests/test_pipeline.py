@@ -212,11 +212,13 @@ def test_every_experiment_runs_in_debug_size(
     pair += ["dtype=float32", "decoding.max_new_tokens=5"]
     extra = {
         "sweep": [*pair, "tracker=none", "prompts.limit=2", "replay.batch_size=8"],
-        "cost": [*pair, "repeats=1", "contexts=[16]", "sizes=[1,4,15]"],
+        "cost": [*pair, "repeats=1", "contexts=[16]", "sizes=[1,4,19]", "trees=[2,64]"],
         "train": ["tracker=none", "device=cpu", "epochs=1", "predictor.hidden=4"],
         "dataset": ["sizes=[1,4,15]"] if name == "local_mixed" else [],
     }
     text = (conf_dir() / "experiment" / f"{name}.yaml").read_text()
+    for records in re.findall(r"/records: ([\w-]+)", text):
+        text += (conf_dir() / "records" / f"{records}.yaml").read_text()
     used = {stage for stage in extra if stage != "cost" or f"- {stage} " in text}
     options = [f"extra.{stage}={listed(extra[stage])}" for stage in used if extra[stage]]
     done = performed(
