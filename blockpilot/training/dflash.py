@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from blockpilot.config import TrainingConfig
-from blockpilot.decoding.anchors import walk
 from blockpilot.decoding.loop import Method
 from blockpilot.decoding.replay import slot_labels
 from blockpilot.decoding.target import Target
@@ -26,7 +25,7 @@ from blockpilot.training.blocks import decay_weights, dpace_weights, sample_anch
 from blockpilot.training.corpus import Corpus, Example
 from blockpilot.training.losses import CandidateHead, cross_entropies, expected_rows
 from blockpilot.training.states import input_dtype, states_of
-from blockpilot.training.students import Autocast
+from blockpilot.training.students import Autocast, walked_tau
 from blockpilot.verify.tree import verify
 
 
@@ -112,11 +111,7 @@ def blocks_of(target: Target, network: DFlashNetwork, ids: Tensor, anchors: Tens
 
 @torch.no_grad()
 def replayed_tau(network: DFlashNetwork, target: Target, example: Example) -> float:
-    """Tau at the trained block size of one conversation, by a walk over drafts from all anchors.
-
-    A draft is accepted while it equals the stored response, so the walk visits the cycles that
-    decoding would have had, up to arithmetic.
-    """
+    """Tau at the trained block size of one conversation, by a walk over drafts from all anchors."""
     config = network.config
     ids = example.ids.to(target.device)
     anchors = torch.arange(example.prompt_length, len(ids) - 1, device=ids.device)
@@ -128,6 +123,4 @@ def replayed_tau(network: DFlashNetwork, target: Target, example: Example) -> fl
         # Not by a call: a compiled network would be compiled again for these shapes.
         hidden = network.forward(features, blocks_of(target, network, ids, anchors), anchors)
         predicted = target.head(hidden[:, 1:].to(target.dtype)).argmax(dim=-1)
-    accepted = ((predicted == labels) & known).cumprod(dim=-1).sum(dim=-1)
-    committed = walk(accepted.tolist())
-    return sum(committed) / len(committed)
+    return walked_tau(predicted, labels, known)

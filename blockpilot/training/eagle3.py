@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from blockpilot.config import TrainingConfig
-from blockpilot.decoding.anchors import walk
 from blockpilot.decoding.loop import Method
 from blockpilot.decoding.replay import slot_labels
 from blockpilot.decoding.target import Target
@@ -27,7 +26,7 @@ from blockpilot.training.blocks import sample_anchors
 from blockpilot.training.corpus import Example
 from blockpilot.training.losses import Candidates, cross_entropies, expected_rows
 from blockpilot.training.states import input_dtype, states_of
-from blockpilot.training.students import Autocast
+from blockpilot.training.students import Autocast, walked_tau
 from blockpilot.verify.tree import verify
 
 STEP_DECAY = 0.8  # weight of step i is STEP_DECAY ** i, as in the authors' training
@@ -117,9 +116,7 @@ class Eagle3Student:
                 features, self._embedded(ids[1:]), anchors, labels.shape[1], drafted
             )
             drafted(labels.shape[1], outputs[:, -1])
-        accepted = ((torch.stack(drawn, dim=1) == labels) & known).cumprod(dim=-1).sum(dim=-1)
-        committed = walk(accepted.tolist())
-        return sum(committed) / len(committed)
+        return walked_tau(torch.stack(drawn, dim=1), labels, known)
 
     def save(self, folder: Path) -> None:
         save_checkpoint(self.network, self.published(), folder)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from blockpilot.decoding.anchors import walk
 from blockpilot.decoding.loop import Method
 from blockpilot.training.corpus import Example
 
@@ -43,11 +44,7 @@ class Student(Protocol):
         ...
 
     def tau(self, example: Example) -> float:
-        """Tau at the trained size by a walk over drafts from all anchors of a conversation.
-
-        A draft is accepted while it equals the stored response, so the walk visits the cycles that
-        decoding would have had, up to arithmetic.
-        """
+        """Tau at the trained size by a walk over drafts from all anchors of a conversation."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -57,3 +54,14 @@ class Student(Protocol):
     def method(self, folder: Path) -> Method:
         """How the drafter that was saved there decodes, unbound."""
         ...
+
+
+def walked_tau(drafted: Tensor, labels: Tensor, known: Tensor) -> float:
+    """Tau of drafts [A, S] from all anchors of a conversation, against its tokens there.
+
+    A draft is accepted while it equals the stored response, so the walk visits the cycles that
+    decoding would have had, up to arithmetic. `known` is False behind the response's end.
+    """
+    accepted = ((drafted == labels) & known).cumprod(dim=-1).sum(dim=-1)
+    committed = walk(accepted.tolist())
+    return sum(committed) / len(committed)
