@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,9 +75,10 @@ def run(cfg: CostConfig) -> CostCurve:
     target.stop_ids = frozenset()  # the text is noise; nothing may end it early
     drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
     methods = cost_methods(cfg, drafter, target)
-    points = measured(cfg, target, methods, contexts)
+    with silent_drafters():
+        points = measured(cfg, target, methods, contexts)
+        predicting = predictor_seconds(cfg, target, drafter)
     settings = cost_settings(target, drafter.name)
-    predicting = predictor_seconds(cfg, target, drafter)
     curve = CostCurve(settings, facts(target.device), points, predicting)
     folder = Path(cfg.paths.outputs) / "cost" / cfg.run_id
     make_folder(folder)
@@ -84,6 +87,18 @@ def run(cfg: CostConfig) -> CostCurve:
     Console().print(cost_table(curve))
     log.info("curve in %s", folder / "cost.json")
     return curve
+
+
+@contextmanager
+def silent_drafters() -> Iterator[None]:
+    """No warning of a low tau meanwhile: on noise every drafter has one."""
+    logger = logging.getLogger("blockpilot.drafters")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def cost_methods(cfg: CostConfig, drafter: Drafter, target: Target) -> dict[Cell, Method]:

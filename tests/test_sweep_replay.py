@@ -182,6 +182,14 @@ def test_a_method_without_a_cost_is_refused_before_the_first_prompt(tmp_path: Pa
     assert not (tmp_path / "sweep").exists()
 
 
+def test_a_low_tau_on_noise_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("blockpilot.drafters.dflash")
+    with cost.silent_drafters():
+        log.warning("while the text is noise")
+    log.warning("afterwards")
+    assert [record.message for record in caplog.records] == ["afterwards"]
+
+
 def test_a_predictor_is_timed_on_request(tmp_path: Path) -> None:
     curve = performed(cost.run, "cost", *cost_arguments(tmp_path, "policy.path=random"))
     assert curve.predictor_s == sorted(curve.predictor_s)
