@@ -219,7 +219,8 @@ def test_every_experiment_runs_in_debug_size(
     text = (conf_dir() / "experiment" / f"{name}.yaml").read_text()
     for records in re.findall(r"/records: ([\w-]+)", text):
         text += (conf_dir() / "records" / f"{records}.yaml").read_text()
-    used = {stage for stage in extra if stage != "cost" or f"- {stage} " in text}
+    measured = re.search(r"^ +(- )?cost ", text, re.MULTILINE)
+    used = {stage for stage in extra if stage != "cost" or measured}
     options = [f"extra.{stage}={listed(extra[stage])}" for stage in used if extra[stage]]
     done = performed(
         pipeline.run, "pipeline", f"experiment={name}", f"paths.outputs={shared}", *options
