@@ -140,11 +140,11 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
             raise UserError(f"timed={cfg.timed}: {what} {other.pop()}, wanted is {wanted}")
     # Other drafters and other ways to cut a block may stand beside the pair that was learnt on.
     same = records[(records["policy"] == "fixed") & (records["drafter"] != NO_DRAFTER)]
-    for what, wanted in (("drafter_checkpoint", origin.drafter), ("block_mode", origin.block_mode)):
-        if wanted not in set(same[what]):
+    for what, needed in (("drafter_checkpoint", origin.drafter), ("block_mode", origin.block_mode)):
+        if needed not in set(same[what]):
             held = ", ".join(map(str, same[what].unique()))
-            raise UserError(f"timed={cfg.timed}: {what} {held or None}, wanted is {wanted}")
-        same = same[same[what] == wanted]
+            raise UserError(f"timed={cfg.timed}: {what} {held or None}, wanted is {needed}")
+        same = same[same[what] == needed]
     size = origin.sizes[fixed]
     named = same[same["block_size"] == size]["method"]
     base = PLAIN if size == 1 else next(iter(named.unique()), None)

@@ -223,9 +223,11 @@ def test_a_curve_of_other_settings_is_refused_by_name(tmp_path: Path, key: str) 
     assert load_cost(file, settings).points == points()
 
 
-def test_a_replay_may_ask_about_another_machine_but_not_about_another_pair() -> None:
+def test_a_replay_may_ask_about_another_machine_but_not_about_another_pair(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = tiny_target()
-    target.timed = False
+    monkeypatch.setattr(target, "timed", False)
     assert cost_settings(target, "dflash") == {"target": target.name, "drafter": "dflash"}
 
 

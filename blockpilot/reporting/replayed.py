@@ -59,7 +59,8 @@ def with_tuned(
     on the examples `learnt`, the smallest of equals, is named as tuned.
     """
     measured = gains.reindex(list(test)).dropna(axis=1)
-    before = gains.reindex(list(learnt))[sorted(measured.columns, key=_number)].dropna(axis=1)
+    ordered = sorted(map(str, measured.columns), key=_number)
+    before = gains.reindex(list(learnt))[ordered].dropna(axis=1)
     named: dict[str, str] = {str(name): str(name) for name in measured.columns}
     families = before.T.groupby(lambda name: _NUMBER.sub("", name))
     for family, members in families:
