@@ -92,12 +92,16 @@ def test_two_ranks_end_with_the_weights_of_one(tmp_path: Path) -> None:
     script.write_text(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import json, os\n"
+        "from pathlib import Path\n"
         "from accelerate import PartialState\n"
-        "processes = PartialState(cpu=True)\n"
         "from test_optimizer import resumed\n"
+        "processes = PartialState(cpu=True)\n"
         "rank = os.environ['RANK']\n"
         "open(f'weights{rank}.json', 'w').write(json.dumps(resumed()))\n"
         "processes.wait_for_everyone(); processes.destroy_process_group()\n"
+        "tasks = Path('/proc/self/task').iterdir()\n"
+        "threads = [(task / 'comm').read_text() for task in tasks]\n"
+        "assert not [name for name in threads if 'gloo' in name], threads\n"
     )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
     code, _, told = executed(launcher, tmp_path)

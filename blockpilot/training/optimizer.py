@@ -11,6 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Building an optimizer imports this, and functions in it keep as their default the process group
+# that exists at their import: its threads would outlive destroy_process_group and could abort the
+# process at its end. Imported here, there is no group yet.
+import torch.distributed.fsdp
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import get_cosine_schedule_with_warmup
