@@ -104,8 +104,17 @@ def compare(target: Target, drafter: Drafter, temperature: float, chunk: int) ->
             drafter.gold = one.tokens
         ids = torch.tensor([*PROMPTS[row], *one.tokens])
         wanted = plans(drafter)
-        found = replay(drafter, ids, len(PROMPTS[row]), one.features, wanted.values(), chunk=chunk)
+        start = len(PROMPTS[row])
+        found, everywhere = (
+            replay(
+                drafter, ids, start, one.features, wanted.values(), chunk=chunk, with_marginals=more
+            )
+            for more in (False, True)
+        )
         for key, plan in wanted.items():
+            drafted = found.accepted[plan] >= 0
+            assert torch.equal(found.accepted[plan][drafted], everywhere.accepted[plan][drafted])
+            assert (everywhere.accepted[plan] >= 0).all()
             trace = found.trace(plan, one.tokens, one.stop_reason)
             other = decoded(target, drafter, key, row, temperature)
             assert trace.tokens == other.tokens, key
@@ -139,6 +148,25 @@ def test_replay_equals_decode_where_much_is_accepted(temperature: float, chunk: 
     commits = compare(target, drafter, temperature, chunk)
     assert len(set(commits)) > 2, "else the law would hold for any walk"
     assert sum(commits) > 1.5 * len(commits)
+
+
+def test_without_marginals_only_what_the_walks_visit_is_drafted() -> None:
+    """The first width is drafted everywhere; its lengths tell where the next one's cycles lie."""
+    target = with_stops(tiny_target(), 3, 33)
+    gold = [place % VOCAB for place in range(200)]
+    drafter = HalfRight(gold)
+    drafter.bind(target)
+    plans = [Plan(size, size) for size in (4, 5, 8)]
+    found = replay(drafter, torch.tensor(gold), 1, None, plans, chunk=7).accepted
+    assert (found[plans[0]] >= 0).all()
+    for plan in plans[1:]:
+        drafted = int((found[plan] >= 0).sum())
+        assert len(walk(found[plan].tolist())) <= drafted < 150
+
+
+def test_a_walk_to_where_nothing_was_drafted_is_a_defect() -> None:
+    with pytest.raises(AssertionError, match="without drafts"):
+        walk([1, 0, -1])
 
 
 def test_a_walk_by_hand() -> None:

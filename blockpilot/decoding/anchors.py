@@ -39,7 +39,8 @@ class Answered:
 class Replay:
     """Drafts from all anchors of one answer; anchor a is the answer's token a."""
 
-    accepted: dict[Plan, Tensor]  # [A] int16 accepted proposals; censored at the answer's end
+    # [A] int16 accepted proposals, censored at the answer's end; -1 where nothing was drafted
+    accepted: dict[Plan, Tensor]
     marginals: Marginals | None
 
     def trace(self, plan: Plan, tokens: list[int], stop_reason: str) -> Trace:
@@ -57,8 +58,7 @@ class Choices:
     def trace(self, tokens: list[int], stop_reason: str) -> Trace:
         """The trace of the cycles that a walk over these anchors visits, without times."""
         committed = walk(self.accepted)
-        places = [0, *accumulate(committed)][: len(committed)]
-        cycles = [self.plans[place] for place in places]
+        cycles = [self.plans[place] for place in visited(self.accepted)]
         return Trace(
             tokens=tokens,
             committed=committed,
@@ -74,6 +74,12 @@ def fixed_choices(known: Replay, plan: Plan) -> Choices:
     return Choices(accepted, [plan] * len(accepted))
 
 
+def visited(accepted: Sequence[int]) -> list[int]:
+    """Anchors at which the cycles of a walk begin."""
+    committed = walk(accepted)
+    return [0, *accumulate(committed)][: len(committed)]
+
+
 def walk(accepted: Sequence[int]) -> list[int]:
     """Tokens committed per cycle, from the accepted proposals at every anchor.
 
@@ -83,6 +89,7 @@ def walk(accepted: Sequence[int]) -> list[int]:
     committed: list[int] = []
     place = 0
     while place < len(accepted):
+        assert accepted[place] >= 0, "a replay without drafts at an anchor that this walk visits"
         step = min(accepted[place] + 1, len(accepted) - place)
         committed += [step]
         place += step

@@ -12,12 +12,13 @@ F feature width, K top candidates.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from blockpilot.decoding.anchors import TOP, Marginals, Replay
+from blockpilot.decoding.anchors import TOP, Marginals, Replay, visited
 from blockpilot.decoding.protocols import Drafter, Proposals
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Plan
@@ -80,30 +81,62 @@ def replay(
     """Accepted lengths of a bound, replayable drafter for every plan.
 
     `chunk` anchors run at a time. Plans that show the drafter the same block share its drafts:
-    fewer verified slots accept no more than they hold. An answer of one token has no anchor.
+    fewer verified slots accept no more than they hold. Without marginals only the anchors that the
+    plans' cycles visit are drafted from, less than half of all. An answer of one token has no
+    anchor.
     """
     anchors = torch.arange(prompt_length, ids.shape[0] - 1, device=ids.device)
     wanted = list(dict.fromkeys(plans))
-    widths = sorted({plan.drafted for plan in wanted if plan.verified > 1})
-    by_width: dict[int, list[Tensor]] = {width: [] for width in widths}
     found: list[Marginals] = []
-    trained = drafter.trained_block_size if with_marginals else None
-    for some in anchors.split(chunk):
-        for width in {*widths, trained} - {None}:
-            assert width is not None
+
+    def drafted(places: Tensor, width: int) -> Tensor:
+        """Accepted lengths at some anchors, by place; marginals of the trained block on the way."""
+        parts = []
+        for some in anchors[places.to(anchors.device)].split(chunk):
             proposals = drafter.replay(ids, features, some, width)
             labels, known = slot_labels(ids, some, width)
-            if width in by_width:
-                by_width[width].append(accepted_lengths(proposals, labels, known))
-            if width == trained:
+            parts.append(accepted_lengths(proposals, labels, known).cpu())
+            if with_marginals and width == drafter.trained_block_size:
                 found.append(marginals(proposals, labels, known))
-    accepted = {}
+        return torch.cat(parts)
+
+    by_width: dict[int, list[Plan]] = {}
+    if with_marginals and drafter.trained_block_size is not None:
+        by_width[drafter.trained_block_size] = []
     for plan in wanted:
-        if plan.verified == 1 or not len(anchors):
-            accepted[plan] = torch.zeros(len(anchors), dtype=torch.int16)
+        if plan.verified > 1:
+            by_width.setdefault(plan.drafted, []).append(plan)
+    everywhere = torch.arange(len(anchors))
+    accepted = {plan: torch.zeros(len(anchors), dtype=torch.int16) for plan in wanted}
+    likely = torch.zeros(len(anchors), dtype=torch.int16)
+    for width, sharing in sorted(by_width.items()) if len(anchors) else ():
+        if with_marginals:
+            lengths = drafted(everywhere, width)
         else:
-            accepted[plan] = torch.cat(by_width[plan.drafted]).clamp_max(plan.verified - 1).cpu()
+            lengths = _where_visited(drafted, width, sharing, likely)
+            likely = torch.where(lengths < 0, likely, lengths)
+        for plan in sharing:
+            accepted[plan] = lengths.clamp_max(plan.verified - 1)
     return Replay(accepted, _joined(found))
+
+
+def _where_visited(
+    drafted: Callable[[Tensor, int], Tensor], width: int, plans: Sequence[Plan], likely: Tensor
+) -> Tensor:
+    """Accepted lengths [A] at the anchors that the plans' walks visit, -1 elsewhere.
+
+    Where a walk goes is not known before its drafts are. So it is walked with the `likely` lengths
+    (another width's), what it visited is drafted, and again until it meets no guess.
+    """
+    lengths = torch.full_like(likely, -1)
+    while True:
+        guessed = torch.where(lengths < 0, likely.clamp_max(width - 1), lengths)
+        walks = [visited(guessed.clamp_max(plan.verified - 1).tolist()) for plan in plans]
+        missing = torch.tensor(sorted(set(chain(*walks))), dtype=torch.long)
+        missing = missing[lengths[missing] < 0]
+        if not len(missing):
+            return lengths
+        lengths[missing] = drafted(missing, width)
 
 
 def _joined(parts: Sequence[Marginals]) -> Marginals | None:

@@ -30,7 +30,7 @@ def per_cycle_gains(
     cycle costs each of them at each size (ones: the gain is tau). With `width` a cycle may follow
     the right one of the drafter's `width` best tokens in every slot of its trained block: more than
     any tree of that width can give at the cost of a chain. Averaged over the answers of runs with
-    other seeds. None where a run kept no replay, or no marginals for a width.
+    other seeds. None where a run kept no replay, or only the anchors that its cycles visit.
     """
     place = {example: number for number, example in enumerate(examples)}
     found: list[list[float]] = [[] for _ in examples]
@@ -45,7 +45,7 @@ def per_cycle_gains(
             if number is None or row["n_new_tokens"] < 2:
                 continue
             _, replay, _ = read_replay(run, {str(key): value for key, value in row.items()})
-            if width is not None and replay.marginals is None:
+            if replay.marginals is None:
                 return None
             accepted = _accepted(replay, sizes, width, row["n_new_tokens"] - 1)
             least = labels.hindsight_seconds(accepted, seconds[number])
