@@ -23,6 +23,7 @@ from rich.console import Console
 from blockpilot import labels
 from blockpilot.config import EvaluateConfig
 from blockpilot.errors import UserError
+from blockpilot.labels import Floats, Ints
 from blockpilot.paths import conf_dir
 from blockpilot.policies.blockpilot import BlockSizePolicy
 from blockpilot.policies.blockpilot_net import parameters_of
@@ -30,14 +31,7 @@ from blockpilot.prompts.base import POLICY, TEST
 from blockpilot.records.files import make_folder, write_csv
 from blockpilot.records.schema import PLAIN
 from blockpilot.records.store import read_records
-from blockpilot.reporting.evaluation import (
-    Floats,
-    Gains,
-    Ints,
-    evaluate,
-    evaluation_table,
-    timed_table,
-)
+from blockpilot.reporting.evaluation import Gains, evaluate, evaluation_table, timed_table
 from blockpilot.reporting.hindsight import per_cycle_gains
 from blockpilot.reporting.replayed import policy_gains, with_tuned
 from blockpilot.reporting.tables import render

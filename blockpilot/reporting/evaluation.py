@@ -11,16 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from rich.table import Table
 
 from blockpilot import labels
+from blockpilot.labels import Floats, Ints
 from blockpilot.reporting import metrics
 from blockpilot.reporting.metrics import bootstrap, mean
 from blockpilot.reporting.tables import ALL_SETS, sweep_table
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _OVER_FIXED = ("over_fixed", "over_fixed_low", "over_fixed_high", "detectable")
 _POWER = 1.96 + 0.84  # two-sided 5%, power 80%

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from blockpilot import labels
 from blockpilot.decoding.anchors import Replay
+from blockpilot.labels import Floats
 from blockpilot.records.replays import read_replay
 from blockpilot.records.schema import PLAIN
 from blockpilot.records.store import read_records
-
-Floats = NDArray[np.float64]
 
 
 def per_cycle_gains(

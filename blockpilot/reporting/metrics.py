@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from blockpilot.errors import UserError
+from blockpilot.labels import Floats
 from blockpilot.records.schema import METHOD_FIELDS, PLAIN, SHARED_FIELDS
 from blockpilot.records.tau import prompt_tau, with_cycles
 
-Floats = NDArray[np.float64]
 Interval = tuple[float, float]
 
 RESAMPLES = 2000

@@ -7,16 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
+from blockpilot.labels import Floats
 from blockpilot.records.store import read_records
 from blockpilot.records.tau import with_cycles
 
 log = logging.getLogger(__name__)
 
-Floats = NDArray[np.float64]
 
 _NUMBER = re.compile(r"\d+$")
 _ANSWER = ["prompt_id", "turn", "seed", "repeat"]
