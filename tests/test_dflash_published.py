@@ -31,7 +31,9 @@ def test_what_is_saved_has_the_published_form_and_loads(kind: str, tmp_path: Pat
     save_network(network, tmp_path / "new" / "drafter")
     folder = tmp_path / "new" / "drafter"
     assert sorted(f.name for f in folder.iterdir()) == ["config.json", "model.safetensors"]
-    stored = load_file(folder / "model.safetensors")
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    assert weights.stat().st_mode == config.stat().st_mode, "others may read both"
+    stored = load_file(weights)
     depth = network.config.layers.num_hidden_layers
     assert set(stored) == {
         "fc.weight",
