@@ -357,27 +357,6 @@ def test_broken_or_foreign_files_are_refused_by_name(tmp_path: Path) -> None:
         open_store(tmp_path)
 
 
-def test_reader_sees_all_rows_while_the_owner_merges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = open_store(tmp_path)
-    for prompt in range(3):
-        store.append([make_row(prompt)])
-    import blockpilot.records.store as module
-
-    real = module._read_part
-
-    def merging(path: Path, columns: list[str]) -> pa.Table:
-        monkeypatch.setattr(module, "_read_part", real)
-        table = real(path, columns)
-        store.close()  # merges under the reader's feet
-        return table
-
-    monkeypatch.setattr(module, "_read_part", merging)
-    assert len(read_records(tmp_path)) == 3
-    assert len(list((tmp_path / "rank00").glob("part-*"))) == 1
-
-
 def test_manifest_tells_settings_provenance_and_end(tmp_path: Path) -> None:
     def run(divisor: int) -> None:
         with open_store(tmp_path) as store:

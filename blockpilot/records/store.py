@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -38,7 +39,7 @@ from blockpilot.records.schema import SCHEMA, SCHEMA_VERSION, clean
 T = TypeVar("T")
 
 _STAMP = "%Y%m%dT%H%M%S.%fZ"
-_READ_TRIES = 5
+_READ_TRIES, _READ_PAUSE_S = 100, 0.05  # a rank that resumes may merge hundreds of parts
 _ORDER = ["prompt_id", "turn", "repeat", "method", "block_size", "key"]
 
 
@@ -259,6 +260,7 @@ def _read_rank(folder: Path, columns: list[str]) -> list[pa.Table]:
     for _ in range(_READ_TRIES):
         with contextlib.suppress(FileNotFoundError):
             return [_read_part(part, columns) for part in _parts(folder)]
+        time.sleep(_READ_PAUSE_S)
     raise UserError(f"{folder}: files vanish while they are read; is another program cleaning up?")
 
 
