@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import socket
@@ -11,10 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from blockpilot import __version__
 
 _LIBRARIES = ("torch", "transformers", "datasets", "accelerate", "numpy", "safetensors", "gguf")
+
+
+def digest(network: nn.Module) -> str:
+    """Twelve hex digits that change with the weights."""
+    found = hashlib.sha256()
+    for key, tensor in sorted(network.state_dict().items()):
+        found.update(key.encode())
+        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()[:12]
 
 
 def facts(device: torch.device | str = "cpu") -> dict[str, Any]:

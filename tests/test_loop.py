@@ -21,7 +21,7 @@ from decoding_kit import (
 
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.timing import Clock
-from blockpilot.decoding.types import Draft, Verdict, View
+from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy, block_plan
@@ -291,6 +291,27 @@ def test_the_policy_and_drafter_see_every_verdict(gold: list[int]) -> None:
     method.bind(tiny_target())
     trace = decode(tiny_target(), method, PROMPT, sampler(1.0), 12)
     assert [len(v.tokens) for v in verdicts[:-1]] == trace.committed[:-1]
+
+
+def test_a_prompt_that_is_not_speculated_on_costs_no_drafter(gold: list[int]) -> None:
+    class Declining(FixedPolicy):
+        speculates = False
+
+        def plan(self, view: View) -> Plan:
+            return Plan(1, 1)
+
+    class Untouched(ScriptedDrafter):
+        def start(self, view: View, capacity: int) -> None:
+            raise AssertionError("started")
+
+        def observe(self, verdict: Verdict) -> None:
+            raise AssertionError("told of a verdict")
+
+    method = Method(Untouched(gold, perfect), Declining(block_size=4, block_mode="draft"), verify)
+    method.bind(tiny_target())
+    trace = decode(tiny_target(), method, PROMPT, sampler(1.0), 12)
+    assert trace.tokens == gold[:12]
+    assert set(trace.verified) == {1}
 
 
 def test_no_second_decode_loop() -> None:

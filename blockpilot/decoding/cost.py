@@ -6,6 +6,7 @@ cost depends on shapes only, so a curve measured with random weights is the real
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -98,6 +99,10 @@ class CostCurve:
                 seconds += self.seconds(verified, position)
             position += committed
         return {"predicted_decode_s": seconds}
+
+    def digest(self) -> str:
+        """Twelve hex digits that change with the curve."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
     def to_json(self) -> str:
         """Text of a curve's file."""

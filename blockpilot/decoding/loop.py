@@ -75,7 +75,8 @@ def decode(
     if not run.trace.stop_reason:
         method.policy.start(view)
         run.clock.mark("policy")
-        method.drafter.start(view, run.cache.capacity)
+        if method.policy.speculates:
+            method.drafter.start(view, run.cache.capacity)
         run.clock.mark("draft")
     while not run.trace.stop_reason:
         view = run.cycle(view)
@@ -134,7 +135,8 @@ class _Run:
         self.trace.committed.append(self.commit(verdict.tokens))
         position = view.position + len(verdict.tokens)
         self.clock.mark("other")
-        drafter.observe(verdict)
+        if policy.speculates:
+            drafter.observe(verdict)
         self.clock.mark("draft")
         policy.observe(verdict)
         self.clock.mark("policy")

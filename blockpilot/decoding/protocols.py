@@ -98,6 +98,8 @@ class Policy(Protocol):
     """Picks the block size: `plan` before a draft, `next` after it."""
 
     name: str
+    fingerprint: str | None  # of what was learnt, measured or set and decides; known once bound
+    speculates: bool  # False where `start` chose to decode the whole prompt without drafts
     block_size: int | None  # most slots that a cycle verifies, anchor included; known once bound
     block_mode: str
     widest: int  # most slots that any of its plans asks for, known once bound

@@ -6,7 +6,6 @@ package.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,15 +74,6 @@ def fill_network(network: nn.Module, weights: Mapping[str, Tensor], checkpoint: 
         raise UserError(f"drafter {checkpoint}: unknown tensor {unknown[0]}")
     network.load_state_dict(dict(weights))
     network.float()
-
-
-def digest(network: nn.Module) -> str:
-    """Twelve hex digits that change with the weights."""
-    found = hashlib.sha256()
-    for key, tensor in sorted(network.state_dict().items()):
-        found.update(key.encode())
-        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()[:12]
 
 
 def save_checkpoint(network: nn.Module, config: Mapping[str, Any], folder: Path) -> None:

@@ -18,13 +18,13 @@ from torch import Tensor
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
 from blockpilot.drafters.checkpoints import (
-    digest,
     fill_network,
     read_checkpoint,
     save_checkpoint,
 )
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
 from blockpilot.errors import UserError
+from blockpilot.provenance import digest
 
 log = logging.getLogger(__name__)
 

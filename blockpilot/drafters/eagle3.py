@@ -18,9 +18,10 @@ from transformers import LlamaConfig
 
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
-from blockpilot.drafters.checkpoints import digest, fill_network, read_checkpoint
+from blockpilot.drafters.checkpoints import fill_network, read_checkpoint
 from blockpilot.drafters.eagle3_net import Eagle3Config, Eagle3Network, default_layers
 from blockpilot.errors import UserError
+from blockpilot.provenance import digest
 
 _RENAMED = "layers.0."  # what some converters call midlayer
 _MIDLAYER = "midlayer."

@@ -20,6 +20,7 @@ from blockpilot.policies.blockpilot_net import (
     load_predictor,
     save_predictor,
 )
+from blockpilot.provenance import digest
 
 _RADIUS = 2  # of the untrained predictor
 
@@ -39,6 +40,8 @@ class BlockSizePolicy:
         self.path = path
         self.net: BlockSizeNet | None = None
         self.block_size: int | None = None
+        self.fingerprint: str | None = None
+        self.speculates = True
         self.block_mode = "draft"
 
     @classmethod
@@ -70,6 +73,7 @@ class BlockSizePolicy:
         ):
             if theirs != ours:
                 raise UserError(f"policy {self.path}: trained for {what} {theirs}, this is {ours}")
+        self.fingerprint = digest(self.net)
         self.net.to(target.device).eval().requires_grad_(False)
         trained = drafter.trained_block_size
         verify = config.block_mode == "verify"
@@ -81,6 +85,7 @@ class BlockSizePolicy:
         """Choose the size of this prompt."""
         prefill = view.prefill
         self._plan = self.choose(prefill.logits[-1], prefill.hidden[-1], len(view.prompt_ids))
+        self.speculates = self._plan.verified > 1
 
     def choose(self, logits: Tensor, hidden: Tensor, n_prompt_tokens: int) -> Plan:
         """The plan of a prompt with prefill logits [V] and hidden state [D]."""

@@ -36,6 +36,8 @@ class FixedPolicy:
     """
 
     name = "fixed"
+    fingerprint: str | None = None
+    speculates = True
     reads_marginals = False
     tree = False
 

@@ -28,6 +28,7 @@ class LibraSpecPolicy:
 
     name = "libraspec"
     reads_marginals = True
+    speculates = True
     tree = False
     block_mode = "verify"
 
@@ -47,8 +48,10 @@ class LibraSpecPolicy:
         self.block_plan = Plan(trained, trained)
         self.block_size = self.widest = trained
         self._curve: CostCurve | None = None
+        self.fingerprint = f"alpha={self.alpha}"
         if self.cost is not None:
             self._curve = load_cost(self.cost, cost_settings(target, drafter.name))
+            self.fingerprint = self._curve.digest()
 
     def start(self, view: View) -> None:
         """The costs of this prompt's cycles, taken at its length."""

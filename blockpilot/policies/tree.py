@@ -39,6 +39,7 @@ class TreePolicy:
 
     name = "tree"
     reads_marginals = True
+    speculates = True
     tree = True
 
     def __init__(self, *, nodes: int, cost: str | None, fit: str | None) -> None:
@@ -61,8 +62,10 @@ class TreePolicy:
             raise UserError(f"policy {self.name}: drafter {drafter.name} has no slot marginals")
         self.block_plan = Plan(drafter.trained_block_size, drafter.trained_block_size)
         self.widest = max(self.nodes + 1, drafter.trained_block_size)
+        self.fingerprint: str | None = None
         if self.cost is not None:
             curve = load_cost(self.cost, cost_settings(target, drafter.name))
+            self.fingerprint = f"{self.fit}-{curve.digest()}"
             curve.tree_seconds(2, 1), curve.tree_seconds(self.nodes + 1, 1)
             self._curve = curve
             if self.fit == "roofline":

@@ -147,7 +147,8 @@ TIMES = ("prefill_s", "decode_s", "draft_s", "verify_s", "policy_s", "other_s")
 class Settings:
     """Everything that defines a row, and nothing that only describes a run of it.
 
-    `drafter_checkpoint` names the weights well enough that retrained ones differ. Plain decoding
+    `drafter_checkpoint` names the weights well enough that retrained ones differ, and `policy` what
+    it learnt or measured: `blockpilot@<digest>`. Plain decoding
     has drafter `none`, block size 1 and the run's block mode, which has no effect on it. The seed
     belongs to the sampler. Values are normalised to the column types; a value that does not fit
     raises ValueError naming the field.

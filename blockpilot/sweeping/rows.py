@@ -68,7 +68,7 @@ class Rows:
             method=name,
             drafter=drafter.name,
             drafter_checkpoint=drafter.fingerprint,
-            policy=policy.name,
+            policy="@".join(filter(None, (policy.name, policy.fingerprint))),
             trained_block_size=drafter.trained_block_size,
             block_size=policy.block_size,
             block_mode=policy.block_mode,
