@@ -16,16 +16,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hydra
 import numpy as np
 import torch
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from blockpilot.config import CostConfig
-from blockpilot.decoding.cost import PARTS, CostCurve, CostPoint, cost_settings
+from blockpilot.decoding.cost import PARTS, CostCurve, CostPoint, cost_settings, load_cost
 from blockpilot.decoding.engine import with_engine
 from blockpilot.decoding.loop import Method, check_prompt, decode
 from blockpilot.decoding.protocols import Drafter
@@ -39,9 +41,10 @@ from blockpilot.policies.blockpilot import BlockSizePolicy
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.policies.tree import TreePolicy
 from blockpilot.provenance import facts
-from blockpilot.records.files import make_folder, replace_file
+from blockpilot.records.files import replace_file
 from blockpilot.reporting.tables import show_plan
 from blockpilot.runtime import stage
+from blockpilot.training.settings import keep_settings
 from blockpilot.verify.tree import verify
 
 log = logging.getLogger("blockpilot.cost")  # __name__ is __main__ under python -m
@@ -56,7 +59,10 @@ class Cell:
 
 
 def run(cfg: CostConfig) -> CostCurve:
-    """Measure the curve, print it and write cost.json into the run's folder."""
+    """Measure the curve, print it and write cost.json into the run's folder.
+
+    A curve that is there is not measured again: what was decided by it would be another's.
+    """
     contexts = sorted(set(cfg.contexts))
     n_cells = (len(set(cfg.sizes)) + len(set(cfg.trees))) * len(contexts)
     n_decodes = n_cells * (cfg.repeats + 1)
@@ -75,17 +81,24 @@ def run(cfg: CostConfig) -> CostCurve:
     target.stop_ids = frozenset()  # the text is noise; nothing may end it early
     drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
     methods = cost_methods(cfg, drafter, target)
+    settings = cost_settings(target, drafter.name)
+    file = Path(cfg.paths.outputs) / "cost" / cfg.run_id / "cost.json"
+    asked: Any = OmegaConf.to_container(cfg, resolve=True)
+    asked = {name: value for name, value in asked.items() if name not in ("paths", "threads")}
+    keep_settings(file.with_name("asked.json"), settings | asked, what="a cost curve")
+    if file.exists():
+        curve = load_cost(file, settings)
+        Console().print(cost_table(curve))
+        log.info("measured before: %s", file)
+        return curve
     with silent_drafters():
         points = measured(cfg, target, methods, contexts)
         predicting = predictor_seconds(cfg, target, drafter)
-    settings = cost_settings(target, drafter.name)
     curve = CostCurve(settings, facts(target.device), points, predicting)
-    folder = Path(cfg.paths.outputs) / "cost" / cfg.run_id
-    make_folder(folder)
     text = curve.to_json().encode()
-    replace_file(folder / "cost.json", lambda stream: stream.write(text))
+    replace_file(file, lambda stream: stream.write(text))
     Console().print(cost_table(curve))
-    log.info("curve in %s", folder / "cost.json")
+    log.info("curve in %s", file)
     return curve
 
 

@@ -44,6 +44,7 @@ from blockpilot.sweeping.plan import sweep_plan
 from blockpilot.sweeping.replayed import ReplayedSweep
 from blockpilot.sweeping.rows import Rows
 from blockpilot.tracking import tracked
+from blockpilot.training.settings import keep_settings
 from blockpilot.verify.tree import verify
 
 log = logging.getLogger("blockpilot.sweep")  # __name__ is __main__ under python -m
@@ -119,7 +120,11 @@ def new_sweep(
             cost = load_cost(cfg.cost, cost_settings(target, drafter.name))
             told = [f"{cost.settings.get(name)}" for name in ("hardware", "threads", "dtype")]
             log.info("times are predicted for %s, threads %s, %s", *told)
-        return ReplayedSweep(cfg, target, methods, folder, drafter, cost)
+        replayed = ReplayedSweep(cfg, target, methods, folder, drafter, cost)
+        # Rows that are there keep the times that they were predicted, so one run has one curve.
+        curve = {"cost": None if cost is None else cost.digest()}
+        keep_settings(folder / "prediction.json", curve, what="predicted times")
+        return replayed
     if cfg.cost is not None:
         raise UserError(f"cost={cfg.cost}: times of decoded rows are measured; set mode=replay")
     if cfg.mode == "replay":

@@ -156,12 +156,21 @@ def test_a_measured_curve_predicts_the_times_of_a_replay(tmp_path: Path) -> None
             steps = range(place, place + len(row["committed"]))
             wanted = sum(curve.seconds(1, at) for at in steps)
             assert row["predicted_decode_s"] == pytest.approx(wanted)
+    with pytest.raises(UserError, match=r"made with cost=\w{12}, this run has None"):
+        performed(sweep.run, "sweep", *arguments(tmp_path))
     table = sweep_table(records)
     assert table["predicted_speedup"].notna().all()
     assert table["speedup"].isna().all()
     shown = [column.header for column in render(table).columns]
     assert "predicted\nspeedup" in shown
     assert "TPOT\nms" not in shown
+
+
+def test_a_curve_is_measured_once_and_not_mixed_with_another(tmp_path: Path) -> None:
+    first = performed(cost.run, "cost", *cost_arguments(tmp_path))
+    assert performed(cost.run, "cost", *cost_arguments(tmp_path)) == first
+    with pytest.raises(UserError, match=r"a cost curve in .* made with repeats=2, this run has 3"):
+        performed(cost.run, "cost", *cost_arguments(tmp_path, "repeats=3"))
 
 
 def points() -> list[CostPoint]:
