@@ -63,7 +63,7 @@ def run(cfg: TrainConfig) -> Path:
     kind, sharpness = cfg.predictor.features, examples.origin.sharpness
     train, validation = (data_of(part, kind, sharpness, device) for part in (learnt, held_out))
     trainer = PredictorTrainer(net, cfg, folder, device)
-    trainer.resume()
+    trainer.resume(examples.digest())
     tracker = instantiate(cfg.tracker, _convert_="all")
     with tracked(tracker, run_id=cfg.run_id, folder=folder, config=settings, rank=0):
         trainer.run(train, validation, tracker)

@@ -92,6 +92,7 @@ class PredictorTrainer:
     def __init__(self, net: BlockSizeNet, cfg: TrainConfig, folder: Path, device: torch.device):
         self.net, self.cfg, self.device = net.to(device), cfg, device
         self.checkpoint = folder / "checkpoint.pt"
+        self.examples = ""
         # Fused: with 105 million weights for 32 rows most of a step is the pass over them.
         self.optimizer = torch.optim.Adam(net.parameters(), lr=cfg.learning_rate, fused=True)
         self.epoch, self.best_epoch, self.best_regret = 0, 0, float("inf")
@@ -103,11 +104,17 @@ class PredictorTrainer:
             self.net.shift.copy_(features.mean(dim=0))
             self.net.scale.copy_(1 / features.std(dim=0).clamp_min(1e-6))
 
-    def resume(self) -> None:
-        """Continue from the folder's checkpoint, if there is one."""
+    def resume(self, examples: str) -> None:
+        """Continue from the checkpoint, if there is one of the same `examples` (their digest)."""
+        self.examples = examples
         if not self.checkpoint.exists():
             return
         state = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
+        if state["examples"] != examples:
+            log.info(
+                "the examples are others than those of the checkpoint: training from the start"
+            )
+            return
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.epoch, self.best_epoch = state["epoch"], state["best_epoch"]
@@ -168,6 +175,7 @@ class PredictorTrainer:
 
     def _save(self) -> None:
         state = {
+            "examples": self.examples,
             "net": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "epoch": self.epoch,
