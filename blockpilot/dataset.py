@@ -18,7 +18,6 @@ from rich.table import Table
 
 from blockpilot import labels
 from blockpilot.config import DatasetConfig
-from blockpilot.decoding.cost import load_cost
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
 from blockpilot.prompts.base import SPLITS
@@ -42,7 +41,7 @@ def run(cfg: DatasetConfig) -> Examples:
         label=cfg.label,
         objective=cfg.objective,
         sharpness=cfg.sharpness,
-        cost=None if cfg.cost is None else load_cost(cfg.cost, {}),
+        cost=cfg.cost,
     )
     folder = Path(cfg.paths.outputs) / "dataset" / cfg.run_id
     save_examples(examples, folder)
@@ -73,8 +72,8 @@ def _figures(examples: Examples) -> dict[str, str]:
     best, fixed = labels.argmax_labels(gains), labels.best_fixed(gains)
     ties = ((gains == gains.max(axis=1, keepdims=True)).sum(axis=1) > 1).mean()
     counts = np.bincount(best, minlength=len(sizes))
-    halves = examples.first_half.numpy(), examples.second_half.numpy()
-    same = np.mean([half[:, labels.best_fixed(gains)].mean() for half in halves])
+    halved = ~examples.first_half.isnan().any(dim=1)
+    halves = [half[halved].numpy() for half in (examples.first_half, examples.second_half)]
     figures = {
         "examples": str(len(examples)),
         "labels per size": " ".join(map(str, counts)),
@@ -82,8 +81,10 @@ def _figures(examples: Examples) -> dict[str, str]:
         "best size differs from the fixed": f"{(best != fixed).mean():.0%}",
         "best fixed size": f"{sizes[fixed]} ({gains[:, fixed].mean():.3f})",
         "oracle": f"{labels.oracle(gains):.3f}",
-        "cross-fitted (fixed)": f"{labels.cross_fitted(*halves):.3f} ({same:.3f})",
     }
+    if halved.any():
+        same = np.mean([half[:, fixed].mean() for half in halves])
+        figures["cross-fitted (fixed)"] = f"{labels.cross_fitted(*halves):.3f} ({same:.3f})"
     if len(sizes) > 1:
         null = labels.luck_null(gains)
         figures["luck null"] = f"{null.mean:.3f} +- {null.std:.3f}, p = {null.p_value:.2f}"

@@ -12,6 +12,7 @@ sweeps replayed some. The fixed size is the best one of the split `policy`.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -42,6 +43,8 @@ log = logging.getLogger("blockpilot.evaluate")  # __name__ is __main__ under pyt
 
 POOLED = "all"
 NO_DRAFTER = "none"
+# What a timed sweep must share with the replayed ones; the rest is the timing's own business.
+_DECODED_ALIKE = ("target", "weights", "temperature", "max_new_tokens")
 CEILINGS = {
     "per cycle, in hindsight": None,
     "branch of 2, in hindsight": 2,
@@ -68,6 +71,8 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
     table = pd.concat(scored(test, fixed, choices, others), ignore_index=True)
     if policies:
         table = table.merge(pd.DataFrame(map(facts_of, policies.items())), how="left", on="method")
+    if examples.origin.objective != "tau":
+        log.info("tokens/s by cycle costs; only timed=<decoded sweep> counts the predictions")
     folder = Path(cfg.paths.outputs) / "evaluate" / cfg.run_id
     make_folder(folder)
     write_csv(table, folder / "evaluation.csv")
@@ -84,13 +89,13 @@ def per_cycle(learnt: Examples, test: Examples, fixed: int) -> dict[str, Floats]
     base = {
         name: gain
         for part in (learnt, test)
-        if origin.objective != "tau"
-        for name, gain in zip(part.prompt_id, part.gains[:, fixed].tolist(), strict=True)
+        for name, gain in zip(part.example, part.gains[:, fixed].tolist(), strict=True)
     }
-    decided = policy_gains(runs, base, origin.sizes[fixed])
-    others = {} if decided is None else with_tuned(decided, learnt.prompt_id, test.prompt_id)
+    timed = origin.objective != "tau"
+    decided = policy_gains(runs, base, origin.sizes[fixed], timed=timed)
+    others = {} if decided is None else with_tuned(decided, learnt.example, test.example)
     for name, width in CEILINGS.items():
-        gains = per_cycle_gains(runs, test.prompt_id, origin.sizes, seconds, width)
+        gains = per_cycle_gains(runs, test.example, origin.sizes, seconds, width)
         if gains is not None:
             others[name] = gains
     return others
@@ -111,25 +116,29 @@ def scored(
         )
         picked = {method: sizes[rows] for method, sizes in choices.items()}
         extra = {method: values[rows] for method, values in others.items()}
-        lines = evaluate(Gains(whole, first, second), fixed, picked, extra)
-        size = origin.sizes[fixed]
-        title = f"{name}: {len(rows)} prompts, best fixed size of the policy split {size}"
+        prompts = [test.prompt_id[i] for i in rows]
+        lines = evaluate(Gains(whole, first, second), prompts, fixed, picked, extra)
+        size, n = origin.sizes[fixed], len(set(prompts))
+        turns = f" ({len(rows)} turns)" if n < len(rows) else ""
+        title = f"{name}: {n} prompts{turns}, best fixed size of the policy split {size}"
         Console().print(evaluation_table(lines, title, unit))
-        null = labels.luck_null(whole) if len(origin.sizes) > 1 else None
-        if null is not None:
+        if len(origin.sizes) > 1:
+            turns_of = Counter(prompts)  # a conversation counts once, as in the lines
+            null = labels.luck_null(whole, np.array([1 / turns_of[each] for each in prompts]))
             log.info("oracle by luck alone: %.3f +- %.3f, p = %.2f", *_values(null))
             lines = lines.assign(luck_null=null.mean, luck_null_std=null.std)
-        yield lines.assign(prompt_set=name, prompts=len(rows), fixed_size=size, unit=unit)
+        yield lines.assign(prompt_set=name, prompts=n, fixed_size=size, unit=unit)
 
 
 def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataFrame:
     """Lines of the decoded sweep `timed`, compared with the best fixed size; printed.
 
     Raises UserError for a sweep that was not decoded, of another pair, without that size, or of
-    prompts of other splits.
+    other settings or prompts of other splits.
     """
     records, origin = read_records(Path(cfg.timed or "")), examples.origin
-    for what, wanted in (("mode", "decode"), ("split", TEST), ("target", origin.target)):
+    alike = {name: origin.settings[name] for name in _DECODED_ALIKE}
+    for what, wanted in {"mode": "decode", "split": TEST, **alike}.items():
         if other := set(records[what]) - {wanted}:
             raise UserError(f"timed={cfg.timed}: {what} {other.pop()}, wanted is {wanted}")
     # Other drafters and other ways to cut a block may stand beside the pair that was learnt on.

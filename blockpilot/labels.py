@@ -33,9 +33,9 @@ def best_fixed(gains: Floats) -> int:
     return int(gains.mean(axis=0).argmax())
 
 
-def oracle(gains: Floats) -> float:
-    """Mean of each prompt's best: what knowing the outcome would give."""
-    return float(gains.max(axis=1).mean())
+def oracle(gains: Floats, weights: Floats | None = None) -> float:
+    """Mean of each prompt's best, with `weights` [P] a weighted one: what hindsight would give."""
+    return float(np.average(gains.max(axis=1), weights=weights))
 
 
 def cross_fitted(chosen_on: Floats, scored_on: Floats) -> float:
@@ -59,8 +59,10 @@ class LuckNull:
     p_value: float  # share of draws whose oracle is at least the observed one
 
 
-def luck_null(gains: Floats, *, draws: int = 2000, seed: int = 0) -> LuckNull:
-    """Oracle after the residuals of each size are permuted over prompts.
+def luck_null(
+    gains: Floats, weights: Floats | None = None, *, draws: int = 2000, seed: int = 0
+) -> LuckNull:
+    """`oracle` after the residuals of each size are permuted over prompts.
 
     Residuals are what prompt means and size means leave; removing those means shrinks them, so
     they are rescaled by sqrt(m / (m - 1) * n / (n - 1)), without which the null reads too low.
@@ -71,8 +73,8 @@ def luck_null(gains: Floats, *, draws: int = 2000, seed: int = 0) -> LuckNull:
     generator = np.random.default_rng(seed)
     oracles = np.empty(draws)
     for draw in range(draws):
-        oracles[draw] = oracle(fitted + generator.permuted(residuals, axis=0))
-    p_value = (1 + (oracles >= oracle(gains)).sum()) / (1 + draws)
+        oracles[draw] = oracle(fitted + generator.permuted(residuals, axis=0), weights)
+    p_value = (1 + (oracles >= oracle(gains, weights)).sum()) / (1 + draws)
     return LuckNull(float(oracles.mean()), float(oracles.std()), float(p_value))
 
 

@@ -144,7 +144,11 @@ def cost_section(run: Path) -> Section:
     """Milliseconds of a cycle over block size and context."""
     curve = load_cost(run / "cost.json", {})
     points = pd.DataFrame([vars(point) for point in curve.points])
-    cells = points.pivot_table(index="block_size", columns="context", values="cycle_s") * 1e3
+    shapes = points["tree"].map({False: "chain", True: "tree"})
+    cells = points.assign(verified=shapes).pivot_table(
+        index=["verified", "block_size"], columns="context", values="cycle_s"
+    )
+    cells *= 1e3
     cells.columns = [f"context {context}" for context in cells.columns]
     told = ", ".join(f"{name} {value}" for name, value in curve.settings.items() if value)
     return Section(

@@ -23,8 +23,9 @@ __all__ = ["folder"]  # the fixture
 
 
 def lines_of(gains: Gains, fixed: int, **choices: list[int]) -> pd.DataFrame:
-    table = score(gains, fixed, {name: np.array(sizes) for name, sizes in choices.items()}, {})
-    return table.set_index("method")
+    prompts = [str(number) for number in range(len(gains.whole))]
+    picked = {name: np.array(sizes) for name, sizes in choices.items()}
+    return score(gains, prompts, fixed, picked, {}).set_index("method")
 
 
 def test_by_hand() -> None:
@@ -47,6 +48,34 @@ def test_by_hand() -> None:
     assert found.loc["cross-fitted oracle", "difference"] == pytest.approx(room)
     assert room < 0
     assert np.isnan(found.loc["mine", "recovered"]), "nothing to recover a share of"
+
+
+def test_turns_of_one_conversation_are_one_piece_of_evidence() -> None:
+    first, second = halves(100, 3, 0)
+    once = score(Gains(first, first, second), list(map(str, range(100))), 0, {}, {})
+    names = [str(number) for number in range(100) for _ in range(4)]
+    parts = [np.repeat(part, 4, axis=0) for part in (first, first, second)]
+    again = score(Gains(*parts), names, 0, {}, {})
+    pd.testing.assert_frame_equal(once, again)
+    weights = score(Gains(first[:3], first[:3], second[:3]), ["a", "a", "b"], 0, {}, {})
+    fixed = (first[0, 0] + first[1, 0]) / 2 / 2 + first[2, 0] / 2
+    assert weights.loc[0, "gain"] == pytest.approx(fixed)
+
+
+def test_an_answer_without_halves_is_scored_but_not_cross_fitted() -> None:
+    first, second = halves(20, 3, 0)
+    whole = (first + second) / 2
+    known = score(
+        Gains(whole[:19], first[:19], second[:19]), list("abcdefghijklmnopqrs"), 0, {}, {}
+    )
+    first[19] = second[19] = np.nan
+    found = score(Gains(whole, first, second), list("abcdefghijklmnopqrst"), 0, {}, {})
+    assert not found["gain"].isna().any()
+    crossed = [t.set_index("method").loc["cross-fitted oracle", "gain"] for t in (known, found)]
+    assert crossed[0] == crossed[1]
+    nothing = np.full_like(whole, np.nan)
+    names = score(Gains(whole, nothing, nothing), ["p"] * 20, 0, {}, {})["method"]
+    assert "cross-fitted oracle" not in set(names)
 
 
 def test_a_real_preference_counts_and_luck_does_not() -> None:
@@ -121,28 +150,30 @@ def test_predicted_times_of_policies_are_those_of_the_same_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [
-        # prompt, seed, method, policy, size, predicted seconds
-        ("a", 0, "dflash8", "fixed", 8, 2.0),
-        ("a", 0, "tree7", "tree", 8, 1.0),
-        ("a", 1, "dflash8", "fixed", 8, 3.0),
-        ("a", 1, "tree7", "tree", 8, 6.0),
-        ("b", 0, "dflash8", "fixed", 8, 4.0),
-        ("b", 0, "tree7", "tree", 8, 5.0),
-        ("b", 0, "dflash7", "fixed", 7, 9.0),
+        # prompt, seed, method, policy, size, committed, predicted seconds
+        ("a", 0, "dflash8", "fixed", 8, [4], 2.0),
+        ("a", 0, "tree7", "tree", 8, [4], 1.6),
+        ("a", 1, "dflash8", "fixed", 8, [3, 3], 2.0),
+        ("a", 1, "tree7", "tree", 8, [6], 2.4),
+        ("b", 0, "dflash8", "fixed", 8, [2, 2], 4.0),
+        ("b", 1, "dflash8", "fixed", 8, [1, 1], 4.0),
+        ("b", 0, "tree7", "tree", 8, [4], 5.0),
+        ("b", 0, "dflash7", "fixed", 7, [2, 2], 9.0),
     ]
-    names = ["prompt_id", "seed", "method", "policy", "block_size", "predicted_decode_s"]
-    frame = pd.DataFrame(rows, columns=names).assign(
-        turn=0, repeat=0, status="ok", committed=[[2, 2]] * len(rows)
+    names = ["prompt_id", "seed", "method", "policy", "block_size", "committed"]
+    frame = pd.DataFrame(rows, columns=[*names, "predicted_decode_s"]).assign(
+        turn=0, repeat=0, status="ok", temperature=1.0
     )
     monkeypatch.setattr("blockpilot.reporting.replayed.read_records", lambda run: frame)
-    found = policy_gains([Path("run")], {"a": 10.0, "b": 100.0}, 8)
+    found = policy_gains([Path("run")], {"a": 10.0, "b": 100.0}, 8, timed=True)
     assert found is not None
-    assert found["tree7"].to_dict() == {"a": 10 * (2 / 1 + 3 / 6) / 2, "b": 100 * 4 / 5}
-    taus = policy_gains([Path("run")], {}, 8)
+    # a: 2.5 tokens/s on both seeds where the fixed size has 2 and 3; b: the seed that both have.
+    assert found["tree7"].to_dict() == pytest.approx({"a": 10, "b": 100 * 4 / 5})
+    taus = policy_gains([Path("run")], {"a": 3.5, "b": 1.5}, 8, timed=False)
     assert taus is not None
-    assert taus["tree7"].to_dict() == {"a": 2, "b": 2}
+    assert taus["tree7"].to_dict() == pytest.approx({"a": 5, "b": 1.5 * 4 / 2})
     frame.loc[1, "predicted_decode_s"] = np.nan
-    assert policy_gains([Path("run")], {"a": 1.0, "b": 1.0}, 8) is None
+    assert policy_gains([Path("run")], {"a": 1.0, "b": 1.0}, 8, timed=True) is None
 
 
 def test_the_tuned_one_is_chosen_on_other_prompts_than_it_is_scored_on() -> None:
@@ -173,7 +204,25 @@ def timed(folder: Path, *more: str) -> list[str]:
     """Arguments of a decoded sweep of test prompts with the trained policy."""
     texts = write_prompts(folder / "timed.jsonl", texts_of("test", 3))
     policy = ["method=[blockpilot]", f"policy.path={folder}/train/run/predictor"]
-    return sweep_arguments(folder, texts, "run_id=timed", "prompts.split=test", *policy, *more)
+    alike = "prompts.split=test", "decoding.max_new_tokens=8"
+    return sweep_arguments(folder, texts, "run_id=timed", *alike, *policy, *more)
+
+
+def test_another_predictor_is_measured_anew_under_a_name_of_its_own(
+    folder: Path, tmp_path: Path
+) -> None:
+    learn = [f"dataset={folder}/dataset/run", *SMALL, "epochs=1", f"paths.outputs={tmp_path}"]
+    given = [*timed(folder), f"paths.outputs={tmp_path}"]
+    found = []
+    for run_id in ("a", "b"):
+        performed(train.run, "train", *learn, f"run_id={run_id}", f"seed={ord(run_id)}")
+        policy = f"policy.path={tmp_path}/train/{run_id}/predictor"
+        records = performed(sweep.run, "sweep", *given, policy)
+        rows = records[records["method"] == "blockpilot"]
+        assert len(rows) == 3, "the newest ones"
+        found += rows["policy"].unique().tolist()
+    assert len(found) == len(set(found)) == 2
+    assert all(name.startswith("blockpilot@") for name in found)
 
 
 def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
@@ -201,6 +250,7 @@ def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
         ("mode=replay", "mode replay, wanted is decode"),
         ("block_mode=verify", "block_mode verify, wanted is draft"),
         ("prompts.split=null", "split policy, wanted is test"),
+        ("decoding.max_new_tokens=6", "max_new_tokens 6, wanted is 8"),
         ("radius=0", "lacks the best fixed size 1[57]; add sizes="),
     ],
 )

@@ -19,6 +19,7 @@ def test_ties_go_to_the_smaller_size() -> None:
     assert labels.best_fixed(GAINS) == 2
     assert labels.best_fixed(GAINS[:2]) == 1
     assert labels.oracle(GAINS) == 3
+    assert labels.oracle(GAINS, np.array([1.0, 1.0, 2.0])) == (3 + 2 + 4 + 4) / 4
 
 
 def test_soft_labels_are_distributions_that_sharpen() -> None:
@@ -51,6 +52,16 @@ def test_on_noise_the_null_explains_the_oracle_and_cross_fitting_finds_nothing()
     fixed = (first.mean() + second.mean()) / 2
     assert labels.cross_fitted(first, second) == pytest.approx(fixed, abs=0.02)
     assert labels.oracle(first) > fixed + 0.3, "what luck alone looks like"
+
+
+def test_the_null_weighs_prompts_as_the_oracle_does() -> None:
+    gains, generator = np.zeros((200, 4)), np.random.default_rng(0)
+    gains[:100] = generator.normal(size=(100, 4))
+    noisy, still = np.repeat([1.0, 0.0], 100), np.repeat([0.0, 1.0], 100)
+    even = labels.luck_null(gains, draws=200)
+    assert labels.luck_null(gains, np.ones(200), draws=200) == even
+    found = [labels.luck_null(gains, weights, draws=200).mean for weights in (noisy, still)]
+    assert np.mean(found) == pytest.approx(even.mean, rel=1e-6)
 
 
 def test_a_real_preference_is_seen_through_the_noise() -> None:

@@ -26,11 +26,12 @@ from blockpilot.policies.blockpilot_net import (
     BlockSizeNet,
     PredictorConfig,
     features_of,
+    load_predictor,
     parameters_of,
 )
 from blockpilot.prompts.base import Prompt
 from blockpilot.records.prefill import read_prefill
-from blockpilot.records.tau import example_taus, half_taus
+from blockpilot.records.tau import example_names, example_taus, half_taus
 from blockpilot.records.texts import read_prompts, save_prompts
 from blockpilot.tracking import NullTracker
 from blockpilot.training.examples import Examples, Origin, gather, leaks, load_examples
@@ -115,6 +116,8 @@ def test_runs_of_different_pairs_or_with_a_prompt_in_two_splits_are_refused(fold
     }
     with pytest.raises(UserError, match="runs differ in target"):
         gather([place, place], [records, records.assign(target="other")], **rest)
+    with pytest.raises(UserError, match=r"runs differ in temperature \(0.25, "):
+        gather([place, place], [records, records.assign(temperature=0.25)], **rest)
     moved = records.assign(split=["test", *["policy"] * (len(records) - 1)])
     with pytest.raises(UserError, match=r"lies in several splits \(policy, test\)"):
         gather([place], [moved], **rest)
@@ -168,12 +171,54 @@ def test_taus_are_means_over_seeds_and_halves_split_the_answer() -> None:
             row("q", 8, make_trace([3]), seed=0),
         ]
     )
-    taus = example_taus(records)
-    assert taus.loc[("set/p", 0), 8] == (3 + 1) / 2
-    assert len(taus) == 1, "q lacks a size"
-    first, second = half_taus(records[records["seed"] == 0])
-    assert (first.loc[("set/p", 0), 8], second.loc[("set/p", 0), 8]) == (4, 2)
-    assert (first.loc[("set/p", 0), 4], second.loc[("set/p", 0), 4]) == (2, 1)
+    taus = example_taus(records, [8])
+    assert taus[8].to_dict() == {"set/p": (3 + 1) / 2, "set/q": 3}
+    taus = example_taus(records, [4, 8])
+    assert taus.to_dict("index") == {"set/p": {4: 1.5, 8: 3}}, "q, and p's other seed, lack a size"
+    first, second = half_taus(records, [4, 8])
+    assert first.to_dict("index") == {"set/p": {4: 2, 8: 4}}
+    assert second.to_dict("index") == {"set/p": {4: 1, 8: 2}}
+    assert len(half_taus(records, [8])[0]) == 1, "one cycle is no two halves"
+
+
+def test_a_later_turn_behind_sampled_answers_is_an_example_of_its_seed() -> None:
+    records = frame([row("p", 8, make_trace([2]), seed=s, turn=t) for s in (0, 1) for t in (0, 1)])
+    greedy = records.assign(temperature=0.0)
+    assert set(example_names(greedy)) == {"set/p", "set/p#1"}
+    assert set(example_names(records.assign(temperature=1.0))) == {
+        "set/p",
+        "set/p#1@0",
+        "set/p#1@1",
+    }
+
+
+def test_an_answer_of_one_cycle_is_an_example_without_halves(folder: Path) -> None:
+    records = pd.read_parquet(folder / "sweep/run/records.parquet")
+    short = records["prompt_id"] == records["prompt_id"][records["split"] == "test"].iloc[0]
+    records.loc[short, "committed"] = pd.Series([np.array([3])] * len(records))[short]
+    rest: dict[str, Any] = {"sizes": None, "radius": None, "label": "argmax", "objective": "tau"}
+    found = gather([folder / "sweep/run"], [records], **rest, sharpness=0.1, cost=None)
+    place = found.prompt_id.index(records["prompt_id"][short].iloc[0])
+    assert (found.gains[place] == 3).all()
+    assert torch.stack([found.first_half[place], found.second_half[place]]).isnan().all()
+    assert not found.gains.isnan().any()
+
+
+def test_a_predictor_is_not_continued_on_other_examples(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    given = [f"runs=[{folder}/sweep/run]", *outputs(tmp_path)]
+    learn = [f"dataset={tmp_path}/dataset/run", *SMALL, "epochs=1", *outputs(tmp_path)]
+    performed(dataset.run, "dataset", *given)
+    performed(train.run, "train", *learn)
+    performed(dataset.run, "dataset", *given)
+    performed(train.run, "train", *learn)
+    assert "training from the start" not in caplog.text, "the same examples, made again"
+    performed(dataset.run, "dataset", *given, "sizes=[15,17]")
+    place = performed(train.run, "train", *learn)
+    assert "training from the start" in caplog.text
+    assert load_predictor(place).config.sizes == (15, 17)
 
 
 @pytest.mark.parametrize("label", ["argmax", "soft", "curve"])
@@ -202,10 +247,11 @@ def separable(n: int, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, 12, generator=generator)
     gains = torch.stack([logits[:, 3], torch.zeros(n), -logits[:, 3]], dim=1).double() + 3
-    origin = Origin((6, 8, 10), "t", 1000, "d", "draft", "argmax", "tau", 0.1, ())
+    origin = Origin((6, 8, 10), "t", 1000, "d", "draft", "argmax", "tau", 0.1, (), {})
     names = [str(index) for index in range(n)]
     return Examples(
         origin,
+        names,
         names,
         names,
         ["policy"] * n,

@@ -12,6 +12,7 @@ from stages_kit import performed
 from test_tables import rows_of, stored
 
 from blockpilot import report
+from blockpilot.decoding.cost import CostCurve, CostPoint
 from blockpilot.errors import UserError
 from blockpilot.records.schema import ok_row
 from blockpilot.reporting.figures import figures
@@ -79,6 +80,36 @@ def test_replayed_rows_have_predicted_speedups_in_brackets_and_no_times(tmp_path
     table = paper_table(sweep_table(records, by_set=True), "t", 0.0).set_index("method")
     assert table.loc["dflash4", "set"] == "(2.00) / 4.00"
     assert "time_of_a_cycle" not in [name for name, *_ in figures(records)]
+
+
+def test_figures_over_sizes_leave_other_drafters_of_the_same_size_out(tmp_path: Path) -> None:
+    rows = rows_of(0, "maths") + rows_of(1, "code") + rows_of(2, "code")
+    alone = {name for name, *_ in figures(stored(tmp_path / "a", rows))}
+    for prompt in range(3):
+        settings = make_settings(prompt, 8, method="lookup", drafter="prompt_lookup")
+        rows.append(ok_row(settings, make_trace([1] * 8), n_prompt_tokens=3))
+    drawn = {name: figure for name, _, figure in figures(stored(tmp_path / "b", rows))}
+    assert alone == set(drawn)
+    (line, *_) = drawn["accepted_by_slot"].axes[0].lines
+    assert line.get_ydata()[0] == 1, "lookup accepted nothing"
+
+
+def test_the_cost_of_trees_is_not_mixed_with_that_of_chains(tmp_path: Path) -> None:
+    folder = tmp_path / "cost" / "c"
+    folder.mkdir(parents=True)
+    curve = CostCurve({}, {}, [cost_point(8, 0.05), cost_point(8, 0.07, tree=True)])
+    (folder / "cost.json").write_text(curve.to_json())
+    text = (reported(tmp_path, folder) / "report.md").read_text()
+    assert "| chain | 8 | 50.0 |" in text
+    assert "| tree | 8 | 70.0 |" in text
+
+
+def cost_point(size: int, seconds: float, *, tree: bool = False) -> CostPoint:
+    parts = dict.fromkeys(("draft_s", "verify_s", "policy_s", "other_s"), 0.0)
+    quartiles = {"cycle_s_q25": seconds, "cycle_s_q75": seconds}
+    return CostPoint(
+        block_size=size, context=64, repeats=1, cycle_s=seconds, **quartiles, **parts, tree=tree
+    )
 
 
 def test_published_numbers_stand_under_the_methods_that_papers_name(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 
@@ -42,31 +44,49 @@ def best_size(taus: pd.DataFrame) -> pd.Series:
     return taus[sorted(taus.columns)].idxmax(axis=1)
 
 
-def example_taus(records: pd.DataFrame) -> pd.DataFrame:
-    """(prompt_id, turn) x block sizes -> tau, the mean over seeds and repeats of a row's own.
+def example_names(records: pd.DataFrame) -> pd.Series:
+    """What a row is an answer to: its prompt, with `#turn` behind it for later turns.
 
-    Plain decoding is size 1. For rows of one drafter and block mode; examples that lack a size or
-    had no cycle are left out.
+    A later turn follows the answers before it. Where those were sampled, each seed's is another
+    context, and `@seed` is added.
     """
-    rows = with_cycles(records)
-    table = rows.pivot_table(
-        index=["prompt_id", "turn"], columns="block_size", values="tau", aggfunc="mean"
-    )
-    return table.dropna()
+    later = records["turn"] > 0
+    turns = ("#" + records["turn"].astype(str)).where(later, "")
+    seeds = ("@" + records["seed"].astype(str)).where(later & (records["temperature"] > 0), "")
+    return records["prompt_id"] + turns + seeds
 
 
-def half_taus(records: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+def example_taus(records: pd.DataFrame, sizes: Sequence[int]) -> pd.DataFrame:
+    """Examples (`example_names`) x block sizes -> tau, the mean over seeds and repeats.
+
+    Plain decoding is size 1. For rows of one drafter and block mode. Answers that lack a size or
+    had no cycle are left out, so that sizes are averaged over the same seeds.
+    """
+    return _answer_taus(records, sizes).groupby("example").mean()
+
+
+def half_taus(records: pd.DataFrame, sizes: Sequence[int]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """`example_taus` over the first and the second half of each answer.
 
-    A cycle belongs to the half in which it starts.
+    A cycle belongs to the half in which it starts; an answer of which a half has no cycle at some
+    size is left out of both.
     """
     parts = []
     for second in (False, True):
         rows = records[records["status"] == "ok"].copy()
         rows["committed"] = rows["committed"].map(lambda counts, s=second: _half(counts, s))
-        parts.append(example_taus(rows))
+        parts.append(_answer_taus(rows, sizes))
     both = parts[0].index.intersection(parts[1].index)
-    return parts[0].loc[both], parts[1].loc[both]
+    first, second_ = (part.loc[both].groupby("example").mean() for part in parts)
+    return first, second_
+
+
+def _answer_taus(records: pd.DataFrame, sizes: Sequence[int]) -> pd.DataFrame:
+    """(example, seed, repeat) x sizes -> tau of the answers that have all of them."""
+    rows = with_cycles(records)
+    rows = rows.assign(example=example_names(rows))
+    table = rows.groupby(["example", "seed", "repeat", "block_size"])["tau"].mean().unstack()
+    return table.reindex(columns=list(sizes)).dropna()
 
 
 def _half(committed: np.ndarray, second: bool) -> np.ndarray:

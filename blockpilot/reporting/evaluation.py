@@ -6,7 +6,7 @@ that it got on each. Everything is compared with one fixed size, chosen before, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,10 @@ _POWER = 1.96 + 0.84  # two-sided 5%, power 80%
 
 @dataclass(frozen=True)
 class Gains:
-    """Of the test prompts: from whole answers and from each half of them, [P, m] each."""
+    """Of the test examples: from whole answers and from each half of them, [P, m] each.
+
+    An answer that a cycle covers has no halves: NaN.
+    """
 
     whole: Floats
     first: Floats
@@ -33,45 +36,78 @@ class Gains:
 
 
 def evaluate(
-    gains: Gains, fixed: int, choices: Mapping[str, Ints], others: Mapping[str, Floats]
+    gains: Gains,
+    prompts: Sequence[str],
+    fixed: int,
+    choices: Mapping[str, Ints],
+    others: Mapping[str, Floats],
 ) -> pd.DataFrame:
     """One line per method: mean gain, what it adds to the fixed size's, how sure that is.
 
-    `fixed` is the index of the size that was best on the policy split, `choices` are the indices
-    [P] that policies chose, `others` gains [P] of methods that choose no size. Columns: method,
-    gain, difference with difference_low/high (95%, bootstrap over prompts, paired), detectable (the
-    smallest difference that this many prompts show in four of five trials), recovered (share of
-    the cross-fitted oracle's gain; NaN where that gains nothing), accuracy (share of prompts whose
-    best size was chosen) and regret.
+    `prompts` [P] names the conversation of each example: its turns are averaged, and intervals are
+    over conversations. `fixed` is the index of the size that was best on the policy split,
+    `choices` are the indices [P] that policies chose, `others` gains [P] of methods that choose no
+    size. Columns: method, gain, difference with difference_low/high (95%, bootstrap over prompts,
+    paired), detectable (the smallest difference that this many prompts show in four of five
+    trials), recovered (share of the cross-fitted oracle's gain; NaN where that gains nothing),
+    accuracy (share of examples whose best size was chosen) and regret.
     """
     whole, n = gains.whole, len(gains.whole)
     rows = np.arange(n)
     best = labels.argmax_labels(whole)
-    base, everywhere = whole[:, fixed], np.full(n, fixed)
-    halves = (gains.first, gains.second), (gains.second, gains.first)
-    crossed = np.mean([scored[rows, labels.argmax_labels(on)] for on, scored in halves], axis=0)
-    crossed_base = (gains.first[:, fixed] + gains.second[:, fixed]) / 2
-    room = float((crossed - crossed_base).mean())
-    lines = [_line("best fixed", base, base, whole, everywhere)]
+    base = whole[:, fixed]
+
+    def line(name: str, values: Floats, chosen: Ints | None = None) -> dict[str, float | str]:
+        found = _line(name, _by_prompt(values, prompts), _by_prompt(base, prompts))
+        if chosen is not None:
+            found["accuracy"] = float((chosen == best).mean())
+            found["regret"] = float(_by_prompt(whole.max(axis=1) - values, prompts).mean())
+        return found
+
+    crossed = _cross_fitted(gains, prompts, fixed)
+    lines = [line("best fixed", base, np.full(n, fixed))]
     for name, chosen in choices.items():
-        values = whole[rows, chosen]
-        recovered = float((values - base).mean()) / room if room > 0 else float("nan")
-        lines.append(_line(name, values, base, whole, chosen) | {"recovered": recovered})
-    lines.append(_line("uniform random", whole.mean(axis=1), base, whole, None))
-    # Halves have taus of their own, so this line compares with the fixed size on halves.
-    lines.append(_line("cross-fitted oracle", crossed, crossed_base, whole, None))
-    lines.append(_line("oracle", whole[rows, best], base, whole, best))
-    lines += [_line(name, values, base, whole, None) for name, values in others.items()]
+        lines.append(line(name, whole[rows, chosen], chosen))
+        if crossed is not None and float(crossed["difference"]) > 0:
+            lines[-1]["recovered"] = float(lines[-1]["difference"]) / float(crossed["difference"])
+    lines.append(line("uniform random", whole.mean(axis=1)))
+    lines += [] if crossed is None else [crossed]
+    lines.append(line("oracle", whole[rows, best], best))
+    lines += [line(name, values) for name, values in others.items()]
     return pd.DataFrame(lines)
 
 
-def _line(
-    name: str, values: Floats, base: Floats, whole: Floats, chosen: Ints | None
-) -> dict[str, float | str]:
+def _by_prompt(values: Floats, prompts: Sequence[str]) -> Floats:
+    """The mean of each prompt's examples."""
+    means = pd.Series(values).groupby(list(prompts), sort=False).mean()
+    return np.asarray(means, dtype=np.float64)
+
+
+def _cross_fitted(
+    gains: Gains, prompts: Sequence[str], fixed: int
+) -> dict[str, float | str] | None:
+    """The oracle that chooses on one half of an answer and is scored on the other.
+
+    Halves have taus of their own, so this line compares with the fixed size on halves.
+    """
+    halved = np.flatnonzero(np.isfinite(gains.first + gains.second).all(axis=1))
+    if not len(halved):
+        return None
+    halves = gains.first[halved], gains.second[halved]
+    rows, of = np.arange(len(halved)), [prompts[i] for i in halved.tolist()]
+    crossed = np.mean(
+        [on[rows, labels.argmax_labels(by)] for by, on in (halves, halves[::-1])], axis=0
+    )
+    base = (halves[0][:, fixed] + halves[1][:, fixed]) / 2
+    return _line("cross-fitted oracle", _by_prompt(crossed, of), _by_prompt(base, of))
+
+
+def _line(name: str, values: Floats, base: Floats) -> dict[str, float | str]:
+    """A line from the gains of each prompt."""
     difference = values - base
     low, high = bootstrap(mean, difference)
     spread = float(difference.std(ddof=1)) if len(difference) > 1 else float("nan")
-    line: dict[str, float | str] = {
+    return {
         "method": name,
         "gain": float(values.mean()),
         "difference": float(difference.mean()),
@@ -82,10 +118,6 @@ def _line(
         "accuracy": float("nan"),
         "regret": float("nan"),
     }
-    if chosen is not None:
-        line["accuracy"] = float((chosen == labels.argmax_labels(whole)).mean())
-        line["regret"] = float((whole.max(axis=1) - values).mean())
-    return line
 
 
 def timed_table(records: pd.DataFrame, fixed: str) -> pd.DataFrame:

@@ -21,7 +21,9 @@ _PARTS = ("draft_s", "verify_s", "policy_s", "other_s")
 
 def figures(records: pd.DataFrame) -> Iterator[tuple[str, str, Figure]]:
     """(file name, what it shows, figure) of all that the records can show."""
-    fixed = records[records["policy"] == "fixed"]
+    # The sizes of the sweep's own drafter; other methods may bring others of the same size.
+    sized = records["drafter"] + records["block_size"].astype(str)
+    fixed = records[records["method"].eq(PLAIN) | records["method"].eq(sized)]
     drawn: list[tuple[str, Callable[[Axes, pd.DataFrame], str | None], pd.DataFrame]] = [
         ("tau_over_size", tau_over_size, fixed),
         ("best_sizes", best_sizes, fixed),
@@ -94,7 +96,12 @@ def oracle_and_luck(axes: Axes, records: pd.DataFrame) -> str | None:
         return None
     gains = taus.to_numpy(dtype=np.float64)
     null = labels.luck_null(gains)
-    halves = [part[list(taus.columns)].to_numpy() for part in half_taus(records)]
+    halves = [
+        part.to_numpy()
+        for part in half_taus(records, [int(size) for size in taus.columns.to_numpy()])
+    ]
+    if not len(halves[0]):
+        return None
     fixed = labels.best_fixed(gains)
     bars = {
         "best fixed": gains[:, fixed].mean(),

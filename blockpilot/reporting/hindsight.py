@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from blockpilot.labels import Floats
 from blockpilot.records.replays import read_replay
 from blockpilot.records.schema import PLAIN
 from blockpilot.records.store import read_records
+from blockpilot.records.tau import example_names
+
+log = logging.getLogger(__name__)
 
 
 def per_cycle_gains(
@@ -25,7 +29,7 @@ def per_cycle_gains(
 ) -> Floats | None:
     """Gain [P] of each example when every cycle has the size that is best in hindsight.
 
-    `examples` are prompt ids, with `#turn` behind them for later turns; `seconds` [P, m] what a
+    `examples` are names (`example_names`); `seconds` [P, m] what a
     cycle costs each of them at each size (ones: the gain is tau). With `width` a cycle may follow
     the right one of the drafter's `width` best tokens in every slot of its trained block: more than
     any tree of that width can give at the cost of a chain. Averaged over the answers of runs with
@@ -38,13 +42,14 @@ def per_cycle_gains(
             return None
         records = read_records(run)
         rows = records[(records["method"] == PLAIN) & (records["status"] == "ok")]
+        rows = rows.assign(example=example_names(rows))
         for row in rows.to_dict("records"):
-            turn = f"#{row['turn']}" if row["turn"] else ""
-            number = place.get(f"{row['prompt_id']}{turn}")
+            number = place.get(row["example"])
             if number is None or row["n_new_tokens"] < 2:
                 continue
             _, replay, _ = read_replay(run, {str(key): value for key, value in row.items()})
             if replay.marginals is None:
+                log.warning("nothing in hindsight: %s was made with replay.marginals=false", run)
                 return None
             accepted = _accepted(replay, sizes, width, row["n_new_tokens"] - 1)
             least = labels.hindsight_seconds(accepted, seconds[number])

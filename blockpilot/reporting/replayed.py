@@ -11,41 +11,41 @@ import pandas as pd
 
 from blockpilot.labels import Floats
 from blockpilot.records.store import read_records
-from blockpilot.records.tau import with_cycles
+from blockpilot.records.tau import example_names, with_cycles
 
 log = logging.getLogger(__name__)
 
 
 _NUMBER = re.compile(r"\d+$")
-_ANSWER = ["prompt_id", "turn", "seed", "repeat"]
+_ANSWER = ["example", "seed", "repeat"]
 
 
-def policy_gains(runs: Sequence[Path], base: Mapping[str, float], size: int) -> pd.DataFrame | None:
+def policy_gains(
+    runs: Sequence[Path], base: Mapping[str, float], size: int, *, timed: bool
+) -> pd.DataFrame | None:
     """Gain of every policy in the runs, examples x methods; NaN where a method has no row.
 
-    `base` maps examples (prompt ids, with `#turn` behind them for later turns) to the gain in
-    tokens per second of the fixed block size `size`; a policy's is that, times the ratio of both
-    methods' predicted times for the same answer. With an empty `base` the gain is tau. Averaged
-    over seeds. None where the runs hold no policy, or no predicted times though they are needed.
+    `base` maps examples (`example_names`) to the gain of the fixed block size `size`: tau, or with
+    `timed` tokens per second. A policy's is that, times the ratio of what both gain on the same
+    answers, averaged over their seeds: tokens per cycle, or per predicted second. None where the
+    runs hold no policy, or no predicted times though they are needed.
     """
     rows = with_cycles(pd.concat([read_records(run) for run in runs], ignore_index=True))
     rows = rows[rows["n_cycles"] > 0]
-    own = rows[rows["policy"] != "fixed"]
-    if own.empty:
+    rows = rows.assign(example=example_names(rows), gain=rows["tau"])
+    own = rows["policy"] != "fixed"
+    if not own.any():
         return None
-    own = own.assign(gain=own["tau"])
-    if base:
-        if own["predicted_decode_s"].isna().any():
+    if timed:
+        if rows.loc[own, "predicted_decode_s"].isna().any():
             log.warning("no line for policies: sweep with cost=<curve> for their predicted times")
             return None
-        fixed = rows[(rows["policy"] == "fixed") & (rows["block_size"] == size)]
-        times = fixed.groupby(_ANSWER, as_index=False)["predicted_decode_s"].first()
-        own = own.merge(times, on=_ANSWER, suffixes=("", "_fixed"))
-        own["gain"] = own["predicted_decode_s_fixed"] / own["predicted_decode_s"]
-    turns = own["turn"].map(lambda turn: f"#{turn}" if turn else "")
-    own = own.assign(example=own["prompt_id"] + turns)
-    gains = own.pivot_table(index="example", columns="method", values="gain", aggfunc="mean")
-    return gains.mul(pd.Series(base), axis=0) if base else gains
+        rows["gain"] = rows["n_committed"] / rows["predicted_decode_s"]
+    fixed = rows[~own & (rows["block_size"] == size)].drop_duplicates(_ANSWER)
+    both = rows[own].merge(fixed[[*_ANSWER, "gain"]], on=_ANSWER, suffixes=("", "_fixed"))
+    means = both.groupby(["example", "method"])[["gain", "gain_fixed"]].mean()
+    ratios = (means["gain"] / means["gain_fixed"]).unstack()
+    return ratios.mul(pd.Series(base), axis=0)
 
 
 def with_tuned(

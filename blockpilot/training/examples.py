@@ -1,10 +1,11 @@
 """Labelled examples of block sizes: what a predictor sees of a prompt, and each size's gain.
 
-Letters: P examples (prompt and turn), V vocabulary rows, D width of the target, m sizes.
+Letters: P examples (see `example_names`), V vocabulary rows, D width of the target, m sizes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -20,20 +21,20 @@ from datasets import Dataset, Features, List, Value, load_from_disk
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from blockpilot.decoding.cost import CostCurve
+from blockpilot.decoding.cost import CostCurve, load_cost
 from blockpilot.errors import UserError
 from blockpilot.prompts.base import DISTILL, SPLITS
 from blockpilot.prompts.splits import near_duplicate_groups
 from blockpilot.records.files import make_folder, replace_file
 from blockpilot.records.prefill import read_prefill
-from blockpilot.records.schema import PLAIN
+from blockpilot.records.schema import PLAIN, SHARED_FIELDS
 from blockpilot.records.store import read_manifests
-from blockpilot.records.tau import example_taus, half_taus
+from blockpilot.records.tau import example_names, example_taus, half_taus
 from blockpilot.records.texts import read_prompts
 
 log = logging.getLogger(__name__)
 
-_ONE = ("target", "drafter_checkpoint", "block_mode", "trained_block_size", "mode", "dtype")
+_OWN = ("drafter_checkpoint", "block_mode", "trained_block_size")
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,15 @@ class Origin:
     objective: str
     sharpness: float
     runs: tuple[str, ...]
+    settings: dict[str, Any]  # those that all rows share, by the records' column names
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples of one split or of all, in the order of their prompt ids."""
+    """Examples of one split or of all, in the order of their names."""
 
     origin: Origin
+    example: list[str]  # name: the prompt, with the turn and the seed where they matter
     prompt_id: list[str]
     prompt_set: list[str]
     split: list[str]
@@ -64,23 +67,31 @@ class Examples:
     n_prompt_tokens: Tensor  # [P]
     gains: Tensor  # [P, m] tau, or tokens per second
     seconds: Tensor  # [P, m] of a cycle, ones where the gain is tau
-    first_half: Tensor  # [P, m] the gain from the first half of each answer
+    first_half: Tensor  # [P, m] the gain from the first half of each answer; NaN: has no halves
     second_half: Tensor  # [P, m]
 
     def __len__(self) -> int:
         return len(self.prompt_id)
 
+    def digest(self) -> str:
+        """Twelve hex digits that change with the examples and with what is asked of them."""
+        found = hashlib.sha256(json.dumps([asdict(self.origin), self.example, self.split]).encode())
+        for name in _TENSORS:
+            found.update(getattr(self, name).contiguous().view(torch.uint8).numpy().data)
+        return found.hexdigest()[:12]
+
     def of(self, split: str) -> Examples:
         """Those of one split."""
         keep = [index for index, name in enumerate(self.split) if name == split]
         values: dict[str, Any] = {}
-        for name in ("prompt_id", "prompt_set", "split"):
+        for name in _STRINGS:
             values[name] = [getattr(self, name)[index] for index in keep]
         for name in _TENSORS:
             values[name] = getattr(self, name)[keep]
         return Examples(self.origin, **values)
 
 
+_STRINGS = ("example", "prompt_id", "prompt_set", "split")
 _MATRICES = ("gains", "seconds", "first_half", "second_half")
 _TENSORS = ("logits", "hidden", "n_prompt_tokens", *_MATRICES)
 
@@ -94,12 +105,13 @@ def gather(
     label: str,
     objective: str,
     sharpness: float,
-    cost: CostCurve | None,
+    cost: str | None,
 ) -> Examples:
     """Examples from the records of runs, one frame per folder; runs may differ in seeds and sets.
 
     Prompts that a drafter was trained on are left out. Raises UserError when nothing is left, runs
-    differ in what must be one, a size was not measured, or a prompt lies in two splits.
+    differ in what must be one, a size was not measured, or a prompt lies in two splits. `cost` is
+    the file of a cost curve of the same pair, for objective=throughput.
     """
     records = pd.concat(frames, ignore_index=True)
     records = records[(records["status"] == "ok") & (records["split"] != DISTILL)]
@@ -109,10 +121,13 @@ def gather(
     drafted = records[records["method"] != PLAIN]
     if drafted.empty:
         raise UserError("runs: no decoded or replayed prompt outside the distill split")
-    for field in _ONE:
+    shared = [field for field in SHARED_FIELDS if field != "seed"]
+    for field in (*shared, *_OWN):
         values = sorted(map(str, drafted[field].unique()))
         if len(values) > 1:
-            raise UserError(f"runs differ in {field} ({', '.join(values)}): one dataset, one pair")
+            raise UserError(
+                f"runs differ in {field} ({', '.join(values)}): one dataset, one pair, one setting"
+            )
     for prompt, splits in records.groupby("prompt_hash")["split"]:
         if splits.nunique() > 1:
             raise UserError(
@@ -139,19 +154,25 @@ def gather(
         objective=objective,
         sharpness=sharpness,
         runs=tuple(map(str, folders)),
+        settings=json.loads(first[shared].to_json()),
     )
-    tables = [example_taus(records), *half_taus(records)]
+    tables = [example_taus(records, chosen), *half_taus(records, chosen)]
     index = tables[0].index
-    for table in tables[1:]:
-        index = index.intersection(table.index)
+    if index.empty:
+        raise UserError(f"sizes={chosen}: no prompt has a cycle at each of them")
+    if lost := len(set(example_names(records)) - set(index)):
+        log.warning("%d examples left out: without a cycle, or not measured at all sizes", lost)
     rows = _one_row_each(folders, frames, index)
     lengths = rows["n_prompt_tokens"].astype(int).to_numpy()
-    seconds = _cycle_seconds(chosen, lengths, objective, cost)
-    taus = [torch.from_numpy(table.loc[index, chosen].to_numpy().copy()) for table in tables]
+    pair = {"target": origin.target, "drafter": first["drafter"]}
+    curve = None if cost is None else load_cost(cost, pair)
+    seconds = _cycle_seconds(chosen, lengths, objective, curve)
+    taus = [torch.from_numpy(table.reindex(index).to_numpy().copy()) for table in tables]
     prefills = [read_prefill(Path(row["folder"]), row) for _, row in rows.iterrows()]  # type: ignore[arg-type]
     return Examples(
         origin,
-        prompt_id=[f"{prompt}#{turn}" if turn else prompt for prompt, turn in index],
+        example=index.tolist(),
+        prompt_id=rows["prompt_id"].tolist(),
         prompt_set=rows["prompt_set"].tolist(),
         split=rows["split"].tolist(),
         logits=torch.stack([prefill.logits for prefill in prefills]),
@@ -199,8 +220,8 @@ def _one_row_each(
     tagged = [f.assign(folder=str(d)) for d, f in zip(folders, frames, strict=True)]
     rows = pd.concat(tagged, ignore_index=True)
     rows = rows[(rows["method"] == PLAIN) & (rows["status"] == "ok")]
-    rows = rows.drop_duplicates(["prompt_id", "turn"]).set_index(["prompt_id", "turn"], drop=False)
-    return rows.loc[index]
+    rows = rows.assign(example=example_names(rows)).drop_duplicates("example")
+    return rows.set_index("example").loc[index]
 
 
 def _cycle_seconds(
@@ -224,9 +245,7 @@ def save_examples(examples: Examples, folder: Path) -> None:
     narrow = examples.logits.dtype in (torch.bfloat16, torch.float16)
     kind = Value("float16" if narrow else "float32")
     dtype = torch.float16 if narrow else torch.float32
-    columns: dict[str, Any] = {
-        name: getattr(examples, name) for name in ("prompt_id", "prompt_set", "split")
-    }
+    columns: dict[str, Any] = {name: getattr(examples, name) for name in _STRINGS}
     schema: dict[str, Any] = dict.fromkeys(columns, Value("string"))
     for name in ("logits", "hidden"):
         columns[name] = list(getattr(examples, name).to(dtype).numpy())
@@ -249,14 +268,13 @@ def load_examples(folder: Path) -> Examples:
     """What `save_examples` wrote. Raises UserError when the folder holds none."""
     try:
         raw = json.loads((folder / "origin.json").read_text(encoding="utf-8"))
+        origin = Origin(**raw | {name: tuple(raw[name]) for name in ("sizes", "runs")})
         table = load_from_disk(folder / "examples").with_format("torch")
-    except (OSError, ValueError) as error:
+        values: dict[str, Any] = {name: list(table[name]) for name in _STRINGS}
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"dataset={folder}: no examples ({error}); make them with python -m blockpilot.dataset"
         ) from error
-    for name in ("sizes", "runs"):
-        raw[name] = tuple(raw[name])
-    values: dict[str, Any] = {n: list(table[n]) for n in ("prompt_id", "prompt_set", "split")}
     columns = table[:]
     values |= {name: torch.as_tensor(columns[name]) for name in _TENSORS}
-    return Examples(Origin(**raw), **values)
+    return Examples(origin, **values)
