@@ -81,9 +81,9 @@ def replay(
     """Accepted lengths of a bound, replayable drafter for every plan.
 
     `chunk` anchors run at a time. Plans that show the drafter the same block share its drafts:
-    fewer verified slots accept no more than they hold. Without marginals only the anchors that the
-    plans' cycles visit are drafted from, less than half of all. An answer of one token has no
-    anchor.
+    fewer verified slots accept no more than they hold. Without marginals the narrowest block is
+    drafted from all anchors, wider ones only where the plans' cycles go. An answer of one token has
+    no anchor.
     """
     anchors = torch.arange(prompt_length, ids.shape[0] - 1, device=ids.device)
     wanted = list(dict.fromkeys(plans))
