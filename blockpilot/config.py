@@ -104,7 +104,6 @@ class CostConfig(StageConfig):
     drafter: Any
     sizes: list[int]
     trees: list[int]
-    block_mode: str
     contexts: list[int]
     repeats: int
     policy: PolicyPath
@@ -267,7 +266,7 @@ class TrainingConfig:
     weight_decay: float
     warmup: float  # share of the steps
     clip: float
-    slot_weights: str
+    slot_weights: str  # of DFlash, and so to sampled_negatives; EAGLE-3's are as published
     gamma: float  # of slot_weights=decay
     soft_labels: float  # share of the target's distribution in the labels; 0: its tokens alone
     sampled_negatives: int | None  # null: the loss sees the whole vocabulary

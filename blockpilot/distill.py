@@ -28,13 +28,13 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from blockpilot.config import DistillConfig
-from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.loop import Method, check_prompt, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target, load_target
 from blockpilot.drafters.dflash import check_fits, load_network, new_config
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
 from blockpilot.drafters.eagle3 import check_depth, load_head, new_head
-from blockpilot.drafters.eagle3_net import default_layers
+from blockpilot.drafters.eagle3_net import Eagle3Network, default_layers
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
 from blockpilot.prompts.base import DISTILL, SPLITS, VALIDATION, Prompt, PromptSet
@@ -89,14 +89,14 @@ def run(cfg: DistillConfig) -> Path:
     processes = PartialState(cpu=target.device.type == "cpu")
     # Left alone, a rank that ends while another's threads still talk to it can abort that one.
     atexit.register(processes.destroy_process_group)
-    layers = layers_read(cfg, target)
+    layers, start = layers_read(cfg, target), continued(cfg, target)
     prompts = _prompts(cfg, target, folder, processes)
     learnt = _answer(cfg, target, prompts, DISTILL, folder, layers)
     held_out = _answer(cfg, target, prompts, VALIDATION, folder, layers)
     processes.wait_for_everyone()
     corpus, validation = Corpus(learnt), Corpus(held_out)
     log.info("%d responses, %d tokens", len(corpus), corpus.response_tokens)
-    student = new_student(cfg, target, corpus)
+    student = new_student(cfg, target, corpus, start)
     made_by = {
         **facts(target.device),
         "target_dtype": str(target.dtype).removeprefix("torch."),
@@ -178,20 +178,59 @@ def layers_read(cfg: DistillConfig, target: Target) -> tuple[int, ...]:
     return default_layers(target.config.num_hidden_layers)
 
 
-def new_student(cfg: DistillConfig, target: Target, corpus: Corpus) -> Student:
+def continued(cfg: DistillConfig, target: Target) -> DFlashNetwork | Eagle3Network | None:
+    """The drafter that training continues from, None for a new one.
+
+    Raises UserError when it is missing, of another target or not what `new_drafter` asks for.
+    """
+    init, new = cfg.training.init, cfg.new_drafter
+    if init is None:
+        return None
+    if kind_of(cfg) == "eagle3":
+        head = load_head(init, target)
+        if head.config.embeds:
+            raise UserError(
+                f"training.init={init}: the head has an embedding of its own, which is not "
+                "trained; allowed are heads that use the target's"
+            )
+        if head.config.draft_vocab_size > new.draft_vocabulary:
+            raise UserError(
+                f"training.init={init}: it can say {head.config.draft_vocab_size} tokens, "
+                f"new_drafter.draft_vocabulary={new.draft_vocabulary} asks for fewer"
+            )
+        return head
+    network = load_network(init, target)
+    theirs, wanted = network.config.published(), drafter_config(cfg, target).published()
+    for key, value in wanted.items():
+        if theirs[key] != value:
+            raise UserError(
+                f"training.init={init}: {key}={theirs[key]}, new_drafter asks for {value}"
+            )
+    return network
+
+
+def new_student(
+    cfg: DistillConfig,
+    target: Target,
+    corpus: Corpus,
+    start: DFlashNetwork | Eagle3Network | None,
+) -> Student:
     """The drafter before its first step: random, or the one that training continues from."""
     if kind_of(cfg) == "dflash":
-        network = first_network(cfg, target, drafter_config(cfg, target)).to(target.device)
-        return DFlashStudent(network, target, corpus, cfg.training)
-    if cfg.training.init is not None:
-        head = load_head(cfg.training.init, target)
-    else:
+        if start is None:
+            start = DFlashNetwork(drafter_config(cfg, target))
+            torch.nn.init.constant_(start.norm.weight, _FINAL_NORM)
+        assert isinstance(start, DFlashNetwork)
+        return DFlashStudent(start.to(target.device), target, corpus, cfg.training)
+    if start is None:
         ids = corpus.frequent_tokens(cfg.new_drafter.draft_vocabulary, target.embed_rows)
-        head = new_head(target, ids)
+        start = new_head(target, ids)
         rows = target.model.get_output_embeddings().weight[ids.to(target.device)]
-        head.lm_head.weight.data.copy_(rows)
-        torch.nn.init.constant_(head.norm.weight, _FINAL_NORM)
-    return Eagle3Student(head.to(target.device), target, cfg.training, cfg.new_drafter.block_size)
+        start.lm_head.weight.data.copy_(rows)
+        torch.nn.init.constant_(start.norm.weight, _FINAL_NORM)
+    assert isinstance(start, Eagle3Network)
+    size = cfg.new_drafter.block_size
+    return Eagle3Student(start.to(target.device), target, cfg.training, size)
 
 
 def drafter_config(cfg: DistillConfig, target: Target) -> DFlashConfig:
@@ -213,23 +252,6 @@ def drafter_config(cfg: DistillConfig, target: Target) -> DFlashConfig:
     )
     check_fits(config, target, name_of(cfg))
     return config
-
-
-def first_network(cfg: DistillConfig, target: Target, config: DFlashConfig) -> DFlashNetwork:
-    """The network before its first step: random, or of the drafter that training continues from."""
-    init = cfg.training.init
-    if init is None:
-        network = DFlashNetwork(config)
-        torch.nn.init.constant_(network.norm.weight, _FINAL_NORM)
-        return network
-    network = load_network(init, target)
-    theirs, wanted = network.config.published(), config.published()
-    for key, value in wanted.items():
-        if theirs[key] != value:
-            raise UserError(
-                f"training.init={init}: {key}={theirs[key]}, new_drafter asks for {value}"
-            )
-    return network
 
 
 def _prompts(
@@ -290,7 +312,12 @@ def _chosen(cfg: DistillConfig, target: Target, prompts: Sequence[Prompt]) -> li
         limit: int | None = cfg.responses.validation
     else:
         limit = cfg.responses.limit_of.get(prompts[0].set, cfg.responses.limit)
-    return requests(target, prompts, cfg.model.thinking, limit)
+    ready = requests(target, prompts, cfg.model.thinking, limit)
+    budget = cfg.decoding.max_new_tokens
+    fit = [request for request in ready if check_prompt(target, request.ids, budget) is None]
+    if lost := len(ready) - len(fit):
+        log.warning("%s: %d prompts left out, past the target's context", prompts[0].set, lost)
+    return fit
 
 
 def _by_set(prompts: Sequence[Prompt], split: str) -> dict[str, list[Prompt]]:

@@ -299,6 +299,7 @@ def test_how_often_to_log_may_change(through: Path) -> None:
             "+responses.self_written.own={count:4,opening:Write}",
             "responses.self_written: the target has no chat template",
         ),
+        ("training.init=nowhere", "nowhere"),
         ("prompts.path=few.jsonl", "no prompt falls into split validation (there are: distill 2,"),
         ("model.architecture.vocab_size=259", "no embedding row past its tokenizer's 259 entries"),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from decoding_kit import KINDS, tiny_target, with_stops
@@ -239,3 +241,23 @@ def test_prompts_that_the_target_writes_itself_continue_an_empty_user_turn() -> 
         assert all(text.startswith("Say") and len(text) > 3 for text in begun)
     finally:
         target.tokenizer.chat_template = None
+
+
+def test_a_prompt_past_the_context_is_left_out_before_it_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would be refused when the finished drafter is measured."""
+    asked: list[list[int]] = []
+
+    def refuses_the_first(target: Target, ids: list[int], budget: int) -> str | None:
+        asked.append(ids)
+        return "too long" if ids == asked[0] else None
+
+    monkeypatch.setattr(distill, "check_prompt", refuses_the_first)
+    given = distill_arguments(tmp_path, distill_prompts(tmp_path), "training.steps=0")
+    with caplog.at_level(logging.WARNING):
+        performed(distill.run, "distill", *given)
+    assert "local: 1 prompts left out, past the target's context" in caplog.text
+    rows = [row for file in tmp_path.rglob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    assert rows
+    assert asked[0] not in [row["prompt_ids"] for row in rows]

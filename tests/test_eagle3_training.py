@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from decoding_kit import tiny_target
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stages_kit import (
     distill_arguments,
     distill_prompts,
@@ -73,7 +74,26 @@ def test_the_head_has_the_published_form(trained: tuple[Path, list[float]]) -> N
     wanted = {f"midlayer.{name}.weight" for name in layer}
     assert set(weights) == wanted | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
     assert config["draft_vocab_size"] == len(weights["d2t"]) == int(weights["t2d"].sum())
-    assert "EAGLE-3 head" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "EAGLE-3 head" in card
+    assert "draft_vocabulary: 12000" in card
+    for unread in ("slot_weights", "soft_labels", "mask_token_id", "n_layers"):
+        assert f"{unread}:" not in card
+
+
+def test_training_continues_from_a_head(trained: tuple[Path, list[float]], tmp_path: Path) -> None:
+    given = distill_arguments(tmp_path, distill_prompts(tmp_path), *HEART)
+    given += [f"training.init={trained[0]}", "training.steps=0"]
+    again = performed(distill.run, "distill", *given)
+    name = "model.safetensors"
+    assert (again / name).read_bytes() == (trained[0] / name).read_bytes()
+    with pytest.raises(UserError, match=r"it can say \d+ tokens, .*draft_vocabulary=2 asks"):
+        performed(distill.run, "distill", *given, "new_drafter.draft_vocabulary=2")
+    shutil.copytree(trained[0], tmp_path / "own")
+    weights = load_file(tmp_path / "own" / name)
+    save_file({**weights, "embed_tokens.weight": torch.zeros(300, 32)}, tmp_path / "own" / name)
+    with pytest.raises(UserError, match="the head has an embedding of its own"):
+        performed(distill.run, "distill", *given, f"training.init={tmp_path / 'own'}")
 
 
 def test_a_sweep_profits_from_it(trained: tuple[Path, list[float]], tmp_path: Path) -> None:

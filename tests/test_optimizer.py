@@ -79,6 +79,21 @@ def test_a_matrix_moves_by_the_learning_rate_whatever_its_gradients_scale() -> N
     assert float(moved.square().mean().sqrt()) == pytest.approx(0.2 * rate, rel=0.5)
 
 
+def test_weight_decay_reaches_every_weight() -> None:
+    """Also those that Muon does not have, whose optimizer has a default of its own."""
+    moved = []
+    for decay in (0.0, 0.5):
+        net, given = network(), settings()
+        given.weight_decay = decay
+        optimizer = DrafterOptimizer(net, given)
+        for weight in net.parameters():
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        ends = zip(net.parameters(), network().parameters(), strict=True)
+        moved.append([not torch.equal(after, before) for after, before in ends])
+    assert moved == [[False] * 3, [True] * 3]
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 50])
 def test_shares_hold_every_matrix_once(n: int) -> None:
     matrices = [torch.empty(a, b) for a, b in ((4, 8), (8, 8), (8, 4), (2, 8), (16, 4))]

@@ -41,7 +41,7 @@ class Eagle3Student:
         self.network, self.target, self.settings = network, target, settings
         self.block_size = block_size
         self.feature_layers = default_layers(target.config.num_hidden_layers)
-        ids = network.target_ids(torch.arange(network.config.draft_vocab_size))
+        ids = network.target_ids(torch.arange(len(network.d2t), device=network.d2t.device))
         head = target.model.get_output_embeddings().weight.to(input_dtype(target))
         place = torch.zeros(head.shape[0], dtype=torch.int64, device=head.device)
         place[ids] = torch.arange(len(ids), device=head.device)

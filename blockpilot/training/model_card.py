@@ -18,6 +18,16 @@ _WHAT = {
     "safetensors, without embedding, which is the target's. Measured as a chain.",
 }
 
+_NOT_READ: dict[
+    str, dict[str, tuple[str, ...]]
+] = {  # settings that do not shape a drafter of this kind
+    "dflash": {"new_drafter": ("draft_vocabulary",)},
+    "eagle3": {
+        "new_drafter": ("n_layers", "n_target_layers", "mask_token_id"),
+        "training": ("slot_weights", "gamma", "soft_labels", "sampled_negatives"),
+    },
+}
+
 
 def model_card(
     name: str,
@@ -33,12 +43,14 @@ def model_card(
         f"| {name} | {prompts} | {tokens} |" for name, (prompts, tokens) in corpus.counts().items()
     )
     held_out = "\n".join(f"| {name} | {tau:.2f} |" for name, tau in taus.items())
-    recipe = OmegaConf.to_yaml(
-        {
-            key: OmegaConf.to_container(cfg[key], resolve=True)  # type: ignore[index]
-            for key in ("new_drafter", "responses", "decoding", "training")
-        }
-    )
+    settings: dict[str, Any] = {
+        key: OmegaConf.to_container(cfg[key], resolve=True)  # type: ignore[index]
+        for key in ("new_drafter", "responses", "decoding", "training")
+    }
+    for key, names in _NOT_READ[kind].items():
+        for unread in names:
+            del settings[key][unread]
+    recipe = OmegaConf.to_yaml(settings)
     threads = f"{provenance['threads']} threads" if provenance["threads"] > 1 else "one thread"
     place = provenance["gpu"] or f"{provenance['cpu']} ({threads} a process)"
     return f"""# {name}

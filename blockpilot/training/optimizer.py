@@ -40,9 +40,10 @@ class DrafterOptimizer:
         rate = settings.learning_rate
         # The gains come first: a rank may have no share of the matrices.
         others = [w for name, w in named.items() if w.ndim != 2 or name.startswith("lm_head")]
-        self._parts: list[Any] = [torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95))]
+        decay, scaling = settings.weight_decay, "match_rms_adamw"
+        adam = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
+        self._parts: list[Any] = [adam]
         if mine := self._shares[self._rank]:
-            decay, scaling = settings.weight_decay, "match_rms_adamw"
             muon = torch.optim.Muon(mine, lr=rate, weight_decay=decay, adjust_lr_fn=scaling)
             self._parts.append(muon)
         warmup = round(settings.warmup * settings.steps)
