@@ -81,7 +81,7 @@ def run(cfg: CostConfig) -> CostCurve:
     target.stop_ids = frozenset()  # the text is noise; nothing may end it early
     drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
     methods = cost_methods(cfg, drafter, target)
-    settings = cost_settings(target, drafter.name)
+    settings = cost_settings(target, drafter)
     file = Path(cfg.paths.outputs) / "cost" / cfg.run_id / "cost.json"
     asked: Any = OmegaConf.to_container(cfg, resolve=True)
     asked = {name: value for name, value in asked.items() if name not in ("paths", "threads")}
@@ -118,7 +118,7 @@ def cost_methods(cfg: CostConfig, drafter: Drafter, target: Target) -> dict[Cell
     """One bound method per chain size and tree; size 1 is plain decoding, without a drafter."""
     methods = {}
     for size in sorted(set(cfg.sizes)):
-        policy = FixedPolicy(block_size=size, block_mode=cfg.block_mode)
+        policy = FixedPolicy(block_size=size, block_mode="draft")
         methods[Cell(size, False)] = Method(NoDrafter() if size == 1 else drafter, policy, verify)
     for positions in sorted(set(cfg.trees)):
         methods[Cell(positions, True)] = Method(
@@ -152,7 +152,12 @@ def measured(
     for round_ in range(cfg.repeats + 1):
         order.shuffle(cells)
         for cell, context in cells:
-            sampler = KeyedSampler(temperature=cfg.decoding.temperature, seed=cfg.seed)
+            sampler = KeyedSampler(
+                temperature=cfg.decoding.temperature,
+                top_k=cfg.decoding.top_k,
+                top_p=cfg.decoding.top_p,
+                seed=cfg.seed,
+            )
             trace = decode(target, methods[cell], prompts[context], sampler, budget)
             if round_:
                 spent[cell, context].append(per_cycle(trace))

@@ -13,6 +13,7 @@ from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target, byte_tokenizer
 from blockpilot.decoding.types import Draft, Trace, Verdict, View
+from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.verify.tree import verify
@@ -70,6 +71,13 @@ def with_stops(target: Target, *stop_ids: int) -> Target:
     return other
 
 
+def bound_dflash() -> DFlashDrafter:
+    """A random drafter of the tiny target."""
+    drafter = DFlashDrafter(checkpoint="random")
+    drafter.bind(tiny_target())
+    return drafter
+
+
 class ScriptedDrafter:
     """Proposes a known continuation with errors where a script wants them.
 
@@ -78,6 +86,7 @@ class ScriptedDrafter:
 
     name = "scripted"
     fingerprint = "scripted"
+    shape = None
     replayable = False
     has_marginals = False
     trained_block_size: int | None = 8

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.types import Draft, View
+from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.eagle3 import Eagle3Drafter, random_head
 from blockpilot.drafters.eagle3_net import Eagle3Config, default_layers
+from blockpilot.drafters.prompt_lookup import PromptLookupDrafter
 from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.verify.tree import verify, walk
@@ -171,6 +173,10 @@ def test_f13_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
     refused(write(tmp_path / "c", {**state, "more": torch.zeros(1)}, raw), "unknown tensor more")
     far = {**state, "d2t": state["d2t"] + 60}
     refused(write(tmp_path / "d", far, raw), "outside the target's vocabulary")
+    del far["t2d"]
+    refused(write(tmp_path / "d2", far, raw), "outside the target's vocabulary")
+    short = {**far, "d2t": state["d2t"][:-1]}
+    refused(write(tmp_path / "d3", short, raw), "d2t has shape [30]")
     refused(write(tmp_path / "e", state, {**raw, "num_hidden_layers": 2}), "num_hidden_layers=2")
     for key in ("attention_bias", "norm_before_residual", "norm_output", "fc_norm"):
         refused(write(tmp_path / "f", state, {**raw, key: True}), f"{key}=True, only heads without")
@@ -185,6 +191,43 @@ def test_settings_that_cannot_be_are_refused() -> None:
             Eagle3Drafter(**{**good, key: value})
     with pytest.raises(UserError, match=r"checkpoint=null: no EAGLE-3 head of .* is known"):
         Eagle3Drafter(**{**good, "checkpoint": None}).bind(tiny_target())
+
+
+@pytest.mark.parametrize("name", ["dflash", "eagle3"])
+def test_a_drafter_in_16_bits_turns_by_the_angles_it_was_trained_with(name: str) -> None:
+    shape: dict[str, Any] = {"depth": 1, "top_k": 1, "block_size": 4}
+    drafter = (
+        DFlashDrafter(checkpoint="random")
+        if name == "dflash"
+        else Eagle3Drafter(checkpoint="random", **shape)
+    )
+    turned = []
+    for dtype in (torch.float32, torch.bfloat16):
+        drafter.bind(tiny_target("qwen3", dtype=dtype))
+        assert drafter.network is not None
+        assert next(drafter.network.parameters()).dtype == dtype
+        turned.append(drafter.network.rope(torch.arange(2000), torch.float32))
+    torch.testing.assert_close(turned[1], turned[0], rtol=0, atol=0)
+
+
+def test_what_shapes_its_drafts_is_in_its_fingerprint() -> None:
+    """Rows of another tree under the same weights would be taken for these."""
+    seen = set()
+    for depth, top_k in ((1, 2), (2, 2), (1, 1)):
+        drafter = Eagle3Drafter(checkpoint="random", depth=depth, top_k=top_k, block_size=4)
+        drafter.bind(tiny_target())
+        seen.add(drafter.fingerprint)
+    assert len(seen) == 3
+    lookups = [PromptLookupDrafter(max_ngram=n, block_size=8).fingerprint for n in (2, 3)]
+    assert lookups[0] != lookups[1]
+
+
+def test_a_block_larger_than_what_is_verified_needs_marginals() -> None:
+    """The first nodes of a tree are not its best."""
+    drafter = Eagle3Drafter(checkpoint="random", depth=2, top_k=3, block_size=9)
+    method = Method(drafter, FixedPolicy(block_size=4, block_mode="verify"), verify)
+    with pytest.raises(UserError, match=r"block_mode=verify: drafter eagle3 .*allowed is draft"):
+        method.bind(tiny_target())
 
 
 def test_a_config_survives_being_written(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def bound_methods(drafter_file: Path, policy: Path, target: Target) -> Iterator[
     sized = "block_size" in OmegaConf.load(policy)
     for mode in ("draft", "verify") if sized else ("draft",):
         if mode == "verify" and not drafter.has_marginals:
-            continue  # refused by name, see test_faults
+            continue  # refused by name, see test_eagle3
         for size in SIZES if sized else SIZES[-1:]:
             part: Any = build(policy, block_size=size, block_mode=mode)
             method = Method(drafter, part, verify)

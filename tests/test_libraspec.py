@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_kit import PROMPT, plain, sampler, tiny_target, with_stops
+from decoding_kit import PROMPT, bound_dflash, plain, sampler, tiny_target, with_stops
 from test_replay import BUDGET, HASHES, PROMPTS, keyed
 from test_replay_trees import Unsure
 
@@ -74,7 +74,7 @@ def curve(folder: Path, target: Any) -> Path:
         CostPoint(size, 4, 1, 1.0, 0.0, 0.0, 0.2, 0.5 + size / 4, 0.0, 0.0) for size in (1, 2, 16)
     ]
     file = folder / "cost.json"
-    file.write_text(CostCurve(cost_settings(target, "dflash"), {}, points).to_json())
+    file.write_text(CostCurve(cost_settings(target, bound_dflash()), {}, points).to_json())
     return file
 
 

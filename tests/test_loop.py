@@ -162,8 +162,10 @@ def test_f10_block_size_one_is_plain_decoding(gold: list[int]) -> None:
     ("size", "mode", "trained"), [(0, "draft", 8), (9, "verify", 8), (2, "x", 8)]
 )
 def test_f10_impossible_sizes_are_refused(size: int, mode: str, trained: int) -> None:
+    drafter = ScriptedDrafter([], perfect)
+    drafter.trained_block_size = trained
     with pytest.raises(UserError, match="allowed are"):
-        block_plan(size, mode, trained)
+        block_plan(size, mode, drafter)
 
 
 def test_verify_mode_without_a_trained_size_is_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from decoding_kit import tiny_target
+from decoding_kit import bound_dflash, tiny_target
 from stages_kit import performed, sweep_arguments, write_prompts
 
 from blockpilot import cost, distill, sweep
@@ -220,9 +220,11 @@ def test_costs_are_linear_between_what_was_measured() -> None:
         curve.seconds(10, 100)
 
 
-@pytest.mark.parametrize("key", ["dtype", "drafter", "engine", "hardware", "threads"])
+@pytest.mark.parametrize(
+    "key", ["dtype", "drafter", "drafter_shape", "engine", "hardware", "threads"]
+)
 def test_a_curve_of_other_settings_is_refused_by_name(tmp_path: Path, key: str) -> None:
-    settings = cost_settings(tiny_target(), "dflash")
+    settings = cost_settings(tiny_target(), bound_dflash())
     curve = CostCurve({**settings, key: "other"}, {}, points())
     file = tmp_path / "cost.json"
     file.write_text(curve.to_json())
@@ -237,7 +239,8 @@ def test_a_replay_may_ask_about_another_machine_but_not_about_another_pair(
 ) -> None:
     target = tiny_target()
     monkeypatch.setattr(target, "timed", False)
-    assert cost_settings(target, "dflash") == {"target": target.name, "drafter": "dflash"}
+    pair = {"target": target.name, "drafter": "dflash", "drafter_shape": bound_dflash().shape}
+    assert cost_settings(target, bound_dflash()) == pair
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", json.dumps({"points": [{"x": 1}]})])
@@ -268,6 +271,11 @@ def test_a_plan_loads_nothing(
     for name, value in (("prompts", 4), ("turns", 6), ("rows", 24)):
         assert any(line.split() == [name, str(value)] for line in shown.splitlines()), name
     assert not (tmp_path / "sweep").exists()
+    missing = f"cost={tmp_path}/not/there/yet.json"  # a pipeline's first step will measure it
+    performed(sweep.run, "sweep", *arguments(tmp_path, "plan=true", missing))
+    assert "mode          replay" in capsys.readouterr().out
+    performed(sweep.run, "sweep", *arguments(tmp_path, "plan=true", "drafter=eagle3"))
+    assert "mode          decode" in capsys.readouterr().out
     performed(cost.run, "cost", *cost_arguments(tmp_path, "plan=true"))
     assert "18" in capsys.readouterr().out, "3 sizes x 2 contexts x (1 warm-up + 2 repeats)"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from blockpilot.decoding.protocols import TargetModel
+from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Trace
 from blockpilot.errors import UserError
 from blockpilot.provenance import facts
@@ -109,13 +109,13 @@ class CostCurve:
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
-def cost_settings(target: TargetModel, drafter: str) -> dict[str, Any]:
+def cost_settings(target: TargetModel, drafter: Drafter) -> dict[str, Any]:
     """What a cycle's cost depends on, as far as a bound pair and its machine say.
 
     A replay measures no time and may ask what another machine would have taken: for it the pair
     alone counts.
     """
-    pair = {"target": target.name, "drafter": drafter}
+    pair = {"target": target.name, "drafter": drafter.name, "drafter_shape": drafter.shape}
     if not target.timed:
         return pair
     machine = facts(target.device)

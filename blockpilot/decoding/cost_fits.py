@@ -22,17 +22,18 @@ _ROUNDS = 20
 def convex(costs: Sequence[float]) -> Floats:
     """The monotone convex sequence closest in slope to `costs` (CaDDTree, arXiv 2606.01813).
 
-    Increments are pooled until they do not fall and none is negative (pool adjacent violators).
+    Increments are pooled until they do not fall (pool adjacent violators); what is negative then
+    becomes 0.
     """
     values = np.asarray(costs, dtype=np.float64)
     pools: list[tuple[float, int]] = []
-    for step in np.diff(values).clip(min=0.0):
+    for step in np.diff(values):
         pools.append((float(step), 1))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
             (a, n), (b, m) = pools[-2:]
             pools[-2:] = [((a * n + b * m) / (n + m), n + m)]
-    steps = np.concatenate([np.full(n, step) for step, n in pools]) if pools else np.empty(0)
-    return np.asarray(values[0] + np.concatenate([[0.0], steps.cumsum()]))
+    steps = np.concatenate([[0.0], *(np.full(n, max(step, 0.0)) for step, n in pools)])
+    return np.asarray(values[0] + steps.cumsum())
 
 
 @dataclass(frozen=True)

@@ -63,17 +63,13 @@ class StaticCache(SlabCache):
 
 
 class CompiledTarget(Target):
-    """A target whose forwards behind a cache are compiled; one live sequence at a time.
-
-    `compile_s` counts the seconds that first calls of a shape took.
-    """
+    """A target whose forwards behind a cache are compiled; one live sequence at a time."""
 
     engine = "compiled"
 
     def __init__(self, eager: Target) -> None:
         super().__init__(eager.model, eager.tokenizer, eager.name)
         self.stop_ids = eager.stop_ids
-        self.compile_s = 0.0
         self._caches: dict[int, StaticCache] = {}
         self._known: set[tuple[object, ...]] = set()
         self._layer_ids: tuple[int, ...] = ()

@@ -61,7 +61,8 @@ class Drafter(Protocol):
     """Proposes tokens. One instance serves many prompts, one at a time."""
 
     name: str
-    fingerprint: str | None  # changes with the weights; None without weights
+    fingerprint: str | None  # changes with the weights and what else decides its drafts
+    shape: str | None  # what the cost of a draft depends on; known once bound
     replayable: bool  # the draft depends on committed tokens and features only
     has_marginals: bool  # the logits of a draft are per-slot marginals
     trained_block_size: int | None

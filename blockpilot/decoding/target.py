@@ -67,6 +67,7 @@ class Target:
         self.embed_rows: int = self._embedding.weight.shape[0]
         # An id past the embedding can be declared but never said.
         self.stop_ids = frozenset(i for i in _stop_ids(model, tokenizer) if i < self.embed_rows)
+        self.compile_s = 0.0  # spent so far in first calls of a shape, by an engine that compiles
         self._tap: FeatureTap | None = None
         self.head_input: Tensor  # [R, n, D] of the last forward
         self._head.register_forward_pre_hook(self._keep_head_input)

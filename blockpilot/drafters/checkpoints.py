@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from blockpilot.decoding.protocols import TargetModel
 from blockpilot.errors import UserError
 from blockpilot.hub import folder_of
 
@@ -74,6 +75,22 @@ def fill_network(network: nn.Module, weights: Mapping[str, Tensor], checkpoint: 
         raise UserError(f"drafter {checkpoint}: unknown tensor {unknown[0]}")
     network.load_state_dict(dict(weights))
     network.float()
+
+
+def settle(network: nn.Module, target: TargetModel) -> None:
+    """Move a network, once loaded, to where its target decodes: device, dtype, no gradients.
+
+    Its rotary frequencies stay float32, as those of a target do: rounded to 16 bits they turn
+    far positions by other angles than the network was trained with.
+    """
+    network.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    rotary: Any = network.rotary
+    network.rotary = type(rotary)(rotary.config).to(target.device)
+
+
+def size_of(network: nn.Module) -> str:
+    """How large a network is, in words."""
+    return f"{sum(weight.numel() for weight in network.parameters())} parameters"
 
 
 def save_checkpoint(network: nn.Module, config: Mapping[str, Any], folder: Path) -> None:

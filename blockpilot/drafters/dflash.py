@@ -21,6 +21,8 @@ from blockpilot.drafters.checkpoints import (
     fill_network,
     read_checkpoint,
     save_checkpoint,
+    settle,
+    size_of,
 )
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
 from blockpilot.errors import UserError
@@ -46,6 +48,7 @@ class DFlashDrafter:
     def __init__(self, *, checkpoint: str) -> None:
         self.checkpoint = checkpoint
         self.fingerprint: str | None = None
+        self.shape: str | None = None
         self.trained_block_size: int | None = None
         self.feature_layers: tuple[int, ...] = ()
         self.network: DFlashNetwork | None = None
@@ -60,9 +63,10 @@ class DFlashDrafter:
         if self.network is None:
             self.network = load_network(self.checkpoint, target)
             self.fingerprint = f"{self.checkpoint}@{digest(self.network)}"
+            self.shape = size_of(self.network)
         config = self.network.config
         check_fits(config, target, self.checkpoint)
-        self.network.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        settle(self.network, target)
         self.trained_block_size, self.feature_layers = config.block_size, config.target_layer_ids
         self._target = target
         mask = torch.tensor([config.mask_token_id], device=target.device)

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
-from blockpilot.drafters.checkpoints import fill_network, read_checkpoint
+from blockpilot.drafters.checkpoints import fill_network, read_checkpoint, settle, size_of
 from blockpilot.drafters.eagle3_net import Eagle3Config, Eagle3Network, default_layers
 from blockpilot.errors import UserError
 from blockpilot.provenance import digest
@@ -59,6 +59,7 @@ class Eagle3Drafter:
                 raise UserError(f"drafter.{key}={value}: allowed are numbers >= {least}")
         self.checkpoint, self.depth, self.top_k = checkpoint, depth, top_k
         self.fingerprint: str | None = None
+        self.shape: str | None = None
         self.trained_block_size: int | None = block_size
         self.feature_layers: tuple[int, ...] = ()
         self.network: Eagle3Network | None = None
@@ -72,9 +73,11 @@ class Eagle3Drafter:
             )
         if self.network is None:
             self.network = load_head(self.checkpoint, target)
-            self.fingerprint = f"{self.checkpoint}@{digest(self.network)}"
+            tree = f"depth={self.depth},top_k={self.top_k}"
+            self.fingerprint = f"{self.checkpoint}@{digest(self.network)},{tree}"
+            self.shape = f"{size_of(self.network)}, {tree}"
         check_head(self.network.config, target, self.checkpoint)
-        self.network.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        settle(self.network, target)
         self.feature_layers = default_layers(target.config.num_hidden_layers)
         self._embed: Any = self.network.embed_tokens if self.network.config.embeds else target.embed
 
@@ -205,14 +208,14 @@ def load_head(checkpoint: str, target: TargetModel) -> Eagle3Network:
     rows, size = config.draft_vocab_size, config.layer.vocab_size
     if "d2t" not in weights and rows == size:  # the whole vocabulary
         weights |= {"d2t": torch.zeros(rows, dtype=torch.int64)}
-    if "t2d" not in weights and "d2t" in weights:
+    if "d2t" in weights and weights["d2t"].shape == (rows,):  # else told with the other shapes
         ids = torch.arange(rows) + weights["d2t"]
-        weights["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill(0, ids, True)
+        if ids.min() < 0 or ids.max() >= min(size, target.embed_rows):
+            raise UserError(f"drafter {checkpoint}: d2t leads outside the target's vocabulary")
+        known = torch.zeros(size, dtype=torch.bool).index_fill(0, ids, True)
+        weights.setdefault("t2d", known)
     network = Eagle3Network(config)
     fill_network(network, weights, checkpoint)
-    ids = network.target_ids(torch.arange(rows))
-    if ids.min() < 0 or ids.max() >= min(size, target.embed_rows):
-        raise UserError(f"drafter {checkpoint}: d2t leads outside the target's vocabulary")
     return network
 
 

@@ -15,6 +15,7 @@ class NoDrafter:
 
     name = "none"
     fingerprint: str | None = None
+    shape: str | None = None
     replayable = True
     has_marginals = False
     trained_block_size: int | None = None

@@ -23,7 +23,7 @@ class PromptLookupDrafter:
     """
 
     name = "prompt_lookup"
-    fingerprint: str | None = None
+    shape: str | None = None
     replayable = False  # its drafts differ in length, which a replay does not count
     has_marginals = False
     feature_layers: tuple[int, ...] = ()
@@ -34,6 +34,7 @@ class PromptLookupDrafter:
         if block_size < 2:
             raise UserError(f"drafter.block_size={block_size}: allowed are numbers >= 2")
         self.max_ngram = max_ngram
+        self.fingerprint: str | None = f"max_ngram={max_ngram}"
         self.trained_block_size: int | None = block_size
         self._text: list[int] = []
 

@@ -9,18 +9,24 @@ from blockpilot.errors import UserError
 from blockpilot.rules import BLOCK_MODES
 
 
-def block_plan(block_size: int, block_mode: str, trained_block_size: int | None) -> Plan:
-    """What the drafter sees and what is verified for a block size.
+def block_plan(block_size: int, block_mode: str, drafter: Drafter) -> Plan:
+    """What a bound drafter sees and what is verified for a block size.
 
     In mode `draft` the drafter sees `block_size` slots; in mode `verify` it sees the trained block
     and the first `block_size` slots are verified. Raises UserError for sizes that cannot be.
     """
+    trained_block_size = drafter.trained_block_size
     if block_mode not in BLOCK_MODES:
         raise UserError(f"block_mode={block_mode}: allowed are {', '.join(BLOCK_MODES)}")
     if block_size < 1:
         raise UserError(f"block size {block_size}: allowed are sizes >= 1 (1 is plain decoding)")
     if block_mode == "draft" or block_size == 1:
         return Plan(block_size, block_size)
+    if trained_block_size is not None and not drafter.has_marginals:
+        raise UserError(
+            f"block_mode=verify: drafter {drafter.name} fills no block whose first slots could be "
+            "verified alone; allowed is draft"
+        )
     if trained_block_size is None or block_size > trained_block_size:
         raise UserError(
             f"block size {block_size} in block_mode=verify: allowed are 1..{trained_block_size} "
@@ -47,10 +53,9 @@ class FixedPolicy:
 
     def bind(self, target: TargetModel, drafter: Drafter) -> None:
         """Check the size against the drafter's trained one (UserError)."""
-        trained_block_size = drafter.trained_block_size
         if self.block_size is None:
-            self.block_size = trained_block_size or 1
-        self.fixed_plan = block_plan(self.block_size, self.block_mode, trained_block_size)
+            self.block_size = drafter.trained_block_size or 1
+        self.fixed_plan = block_plan(self.block_size, self.block_mode, drafter)
         self.widest = self.fixed_plan.drafted
 
     def start(self, view: View) -> None:

@@ -50,7 +50,7 @@ class LibraSpecPolicy:
         self._curve: CostCurve | None = None
         self.fingerprint = f"alpha={self.alpha}"
         if self.cost is not None:
-            self._curve = load_cost(self.cost, cost_settings(target, drafter.name))
+            self._curve = load_cost(self.cost, cost_settings(target, drafter))
             self.fingerprint = self._curve.digest()
 
     def start(self, view: View) -> None:

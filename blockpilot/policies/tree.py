@@ -64,7 +64,7 @@ class TreePolicy:
         self.widest = max(self.nodes + 1, drafter.trained_block_size)
         self.fingerprint: str | None = None
         if self.cost is not None:
-            curve = load_cost(self.cost, cost_settings(target, drafter.name))
+            curve = load_cost(self.cost, cost_settings(target, drafter))
             self.fingerprint = f"{self.fit}-{curve.digest()}"
             curve.tree_seconds(2, 1), curve.tree_seconds(self.nodes + 1, 1)
             self._curve = curve

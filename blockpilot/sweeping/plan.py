@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from hydra.utils import get_class
 
 from blockpilot.config import SweepConfig
 from blockpilot.decoding.anchors import TOP
@@ -27,13 +29,15 @@ def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float |
     shape = cfg.model.architecture
     width = torch.finfo(pick_dtype(cfg.dtype, cfg.model.dtype, pick_device(cfg.device))).bits // 8
     per_turn = (shape["vocab_size"] + shape["hidden_size"]) * width
+    drafts_anywhere = get_class(cfg.drafter["_target_"]).replayable
+    mode = cfg.mode if drafts_anywhere else "decode"
     plan: dict[str, float | str] = {
-        "mode": cfg.mode,
+        "mode": mode,
         "prompts": len(prompts),
         "turns": turns,
         "rows": turns * n_methods,
     }
-    if cfg.mode == "decode":
+    if mode == "decode":
         plan["target forwards, at most"] = turns * n_methods * budget
     else:
         batches = math.ceil(len(prompts) / cfg.replay.batch_size)
@@ -44,7 +48,7 @@ def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float |
             # Slots of a block are unknown before the drafter is loaded: 16 is the published size.
             per_turn += 16 * budget * (4 + 6 * TOP)
     plan["GB on disk, at most"] = round(turns * per_turn / 1e9, 3)
-    if cfg.cost is not None:
+    if cfg.cost is not None and Path(cfg.cost).exists():  # a pipeline may measure it first
         # Of plain decoding alone: what the drafted sizes take depends on their tau.
         seconds = turns * budget * load_cost(cfg.cost, {}).seconds(1, budget)
         plan["hours of plain decoding, at most"] = round(seconds / 3600, 2)
