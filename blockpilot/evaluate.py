@@ -12,7 +12,6 @@ sweeps replayed some. The fixed size is the best one of the split `policy`.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,7 +31,15 @@ from blockpilot.prompts.base import POLICY, TEST
 from blockpilot.records.files import make_folder, write_csv
 from blockpilot.records.schema import PLAIN
 from blockpilot.records.store import read_records
-from blockpilot.reporting.evaluation import Gains, evaluate, evaluation_table, timed_table
+from blockpilot.records.tau import turn_of
+from blockpilot.reporting.evaluation import (
+    Gains,
+    evaluate,
+    evaluation_table,
+    narrow,
+    timed_table,
+    weights_of,
+)
 from blockpilot.reporting.hindsight import per_cycle_gains
 from blockpilot.reporting.replayed import policy_gains, with_tuned
 from blockpilot.reporting.tables import render
@@ -44,7 +51,7 @@ log = logging.getLogger("blockpilot.evaluate")  # __name__ is __main__ under pyt
 POOLED = "all"
 NO_DRAFTER = "none"
 # What a timed sweep must share with the replayed ones; the rest is the timing's own business.
-_DECODED_ALIKE = ("target", "weights", "temperature", "max_new_tokens")
+_DECODED_ALIKE = ("target", "weights", "temperature", "top_k", "top_p", "max_new_tokens")
 CEILINGS = {
     "per cycle, in hindsight": None,
     "branch of 2, in hindsight": 2,
@@ -78,6 +85,8 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
     write_csv(table, folder / "evaluation.csv")
     if timed is not None:
         write_csv(timed, folder / "timed.csv")
+    else:  # of an earlier call: times under another evaluation
+        (folder / "timed.csv").unlink(missing_ok=True)
     log.info("lines in %s", folder / "evaluation.csv")
     return table
 
@@ -116,15 +125,14 @@ def scored(
         )
         picked = {method: sizes[rows] for method, sizes in choices.items()}
         extra = {method: values[rows] for method, values in others.items()}
-        prompts = [test.prompt_id[i] for i in rows]
-        lines = evaluate(Gains(whole, first, second), prompts, fixed, picked, extra)
-        size, n = origin.sizes[fixed], len(set(prompts))
-        turns = f" ({len(rows)} turns)" if n < len(rows) else ""
-        title = f"{name}: {n} prompts{turns}, best fixed size of the policy split {size}"
+        turns = [(test.prompt_id[i], turn_of(test.example[i])) for i in rows]
+        lines = evaluate(Gains(whole, first, second), turns, fixed, picked, extra)
+        size, n, n_turns = origin.sizes[fixed], len(dict(turns)), len(set(turns))
+        told = f" ({n_turns} turns)" if n < n_turns else ""
+        title = f"{name}: {n} prompts{told}, best fixed size of the policy split {size}"
         Console().print(evaluation_table(lines, title, unit))
         if len(origin.sizes) > 1:
-            turns_of = Counter(prompts)  # a conversation counts once, as in the lines
-            null = labels.luck_null(whole, np.array([1 / turns_of[each] for each in prompts]))
+            null = labels.luck_null(whole, weights_of(turns))
             log.info("oracle by luck alone: %.3f +- %.3f, p = %.2f", *_values(null))
             lines = lines.assign(luck_null=null.mean, luck_null_std=null.std)
         yield lines.assign(prompt_set=name, prompts=n, fixed_size=size, unit=unit)
@@ -154,7 +162,12 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
     if base is None:
         raise UserError(f"timed={cfg.timed}: lacks the best fixed size {size}; add sizes=[{size}]")
     table = timed_table(records, base)
-    Console().print(render(table, f"timed, {base} is the best fixed size of the policy split"))
+    unit = "tau" if origin.objective == "tau" else "predicted tokens/s"
+    what = f"timed; best fixed size, by {unit} on the policy split: {base}"
+    for name, lines in narrow(table).groupby("set", sort=False):
+        shown = lines.drop(columns="set")
+        shown.attrs["caption"] = table.attrs["caption"] if name == POOLED else []
+        Console().print(render(shown, f"{name}, {what}"))
     return table
 
 

@@ -102,7 +102,7 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
     if place.rank == 0:
         show(records)
     meet(f"{cfg.run_id}/shown")
-    raise_if_incomplete(sweep)
+    raise_if_incomplete(sweep, records)
     return records
 
 
@@ -117,7 +117,7 @@ def new_sweep(
     if not target.timed:
         cost = None
         if cfg.cost is not None:
-            cost = load_cost(cfg.cost, cost_settings(target, drafter.name))
+            cost = load_cost(cfg.cost, cost_settings(target, drafter))
             told = [f"{cost.settings.get(name)}" for name in ("hardware", "threads", "dtype")]
             log.info("times are predicted for %s, threads %s, %s", *told)
         replayed = ReplayedSweep(cfg, target, methods, folder, drafter, cost)
@@ -150,6 +150,9 @@ def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[st
     for size in sorted(sizes - {1}):
         policy = FixedPolicy(block_size=size, block_mode=cfg.block_mode)
         methods[f"{drafter.name}{size}"] = Method(drafter, policy, verify)
+    path = cfg.policy.path
+    if path and all(each.get("path") != path for each in cfg.methods.values()):
+        raise UserError(f"policy.path={path}: no method reads it; add method=[blockpilot]")
     for name, each in cfg.methods.items():
         if name in methods:
             raise UserError(f"methods: {name} is a fixed size of this sweep already")
@@ -188,17 +191,23 @@ def show(records: pd.DataFrame) -> None:
         )
 
 
-def raise_if_incomplete(sweep: Rows) -> None:
-    """IncompleteError when prompts failed or outputs differ beyond rounding."""
+def raise_if_incomplete(sweep: Rows, records: pd.DataFrame) -> None:
+    """IncompleteError when prompts failed now or outputs differ beyond rounding, now or before."""
     if sweep.failed:
         raise IncompleteError(
             f"failed prompts: {len(sweep.failed)} ({', '.join(sweep.failed[:5])}); their rows "
             f"hold the error, the same run_id tries them again"
         )
-    if sweep.unequal:
+    exact = records[records["dtype"].isin(["float32", "float64"])]
+    unequal = exact[exact["divergence_margin"] > EXACT_MARGIN]
+    if len(unequal):
+        told = [
+            f"{row['prompt_id']} with {row['method']} ({row['divergence_margin']:.2g})"
+            for row in unequal.head(5).to_dict("records")
+        ]
         raise IncompleteError(
             f"outputs differ from plain decoding by more than rounding explains "
-            f"(margin over {EXACT_MARGIN}): {', '.join(sweep.unequal[:5])}"
+            f"(margin over {EXACT_MARGIN}): {', '.join(told)}"
         )
 
 

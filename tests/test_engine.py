@@ -17,6 +17,8 @@ from blockpilot.decoding.engine import CompiledTarget, StaticCache
 from blockpilot.decoding.loop import decode
 from blockpilot.decoding.target import Target
 from blockpilot.errors import UserError
+from blockpilot.sweeping import decoded
+from blockpilot.sweeping.decoded import DecodedSweep
 
 BUDGET = 12
 
@@ -98,6 +100,35 @@ def test_compact_keeps_the_chosen_positions() -> None:
 def test_features_of_the_last_layer_are_refused() -> None:
     with pytest.raises(UserError, match=r"reads the last layer \(3\) needs engine=eager"):
         CompiledTarget(tiny_target()).capture((1, 3))
+
+
+def test_no_row_holds_the_seconds_of_a_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer prompt than the warm-up's has a larger cache, for which code is compiled anew."""
+    file = write_prompts(tmp_path / "prompts.jsonl", ["one"])
+    spent: list[float] = []
+    kept: list[float] = []
+
+    def watched(target: Any, *rest: Any, **more: Any) -> Any:
+        before = target.compile_s
+        trace = decode(target, *rest, **more)
+        spent.append(target.compile_s - before)
+        return trace
+
+    def measured(self: Any, turn: Any, name: str, budget: int) -> Any:
+        trace = real(self, turn, name, budget)
+        kept.append(spent[-1])
+        return trace
+
+    real = DecodedSweep._decoded
+    monkeypatch.setattr(decoded, "decode", watched)
+    monkeypatch.setattr(DecodedSweep, "_decoded", measured)
+    monkeypatch.setattr(DecodedSweep, "_warm_up", lambda self, prompts: None)
+    performed(sweep.run, "sweep", *sweep_arguments(tmp_path, file, "engine=compiled"))
+    assert len(kept) == 4, "plain and three sizes"
+    assert kept == [0.0] * 4
+    assert len(spent) > 4, "else nothing was compiled"
 
 
 def test_a_sweep_with_the_compiled_engine_has_the_same_rows(tmp_path: Path) -> None:

@@ -14,18 +14,22 @@ from test_learning import SMALL, folder, outputs
 from blockpilot import dataset, evaluate, sweep, train
 from blockpilot.errors import UserError
 from blockpilot.records.store import read_records
-from blockpilot.records.tau import tau_by_size
-from blockpilot.reporting.evaluation import Gains
+from blockpilot.records.tau import tau_by_size, turn_of
+from blockpilot.reporting.evaluation import Gains, weights_of
 from blockpilot.reporting.evaluation import evaluate as score
 from blockpilot.reporting.replayed import policy_gains, with_tuned
 
 __all__ = ["folder"]  # the fixture
 
 
+def turns_of(n: int) -> list[tuple[str, int]]:
+    """One turn of each of n conversations."""
+    return [(str(number), 0) for number in range(n)]
+
+
 def lines_of(gains: Gains, fixed: int, **choices: list[int]) -> pd.DataFrame:
-    prompts = [str(number) for number in range(len(gains.whole))]
     picked = {name: np.array(sizes) for name, sizes in choices.items()}
-    return score(gains, prompts, fixed, picked, {}).set_index("method")
+    return score(gains, turns_of(len(gains.whole)), fixed, picked, {}).set_index("method")
 
 
 def test_by_hand() -> None:
@@ -52,29 +56,39 @@ def test_by_hand() -> None:
 
 def test_turns_of_one_conversation_are_one_piece_of_evidence() -> None:
     first, second = halves(100, 3, 0)
-    once = score(Gains(first, first, second), list(map(str, range(100))), 0, {}, {})
-    names = [str(number) for number in range(100) for _ in range(4)]
+    once = score(Gains(first, first, second), turns_of(100), 0, {}, {})
+    names = [(str(number), turn) for number in range(100) for turn in range(4)]
     parts = [np.repeat(part, 4, axis=0) for part in (first, first, second)]
     again = score(Gains(*parts), names, 0, {}, {})
     pd.testing.assert_frame_equal(once, again)
-    weights = score(Gains(first[:3], first[:3], second[:3]), ["a", "a", "b"], 0, {}, {})
-    fixed = (first[0, 0] + first[1, 0]) / 2 / 2 + first[2, 0] / 2
-    assert weights.loc[0, "gain"] == pytest.approx(fixed)
+    # Two seeds of a's second turn: as sampled texts differ there, they are examples of their own.
+    names = [("a", 0), ("a", 1), ("a", 1), ("b", 0)]
+    found = score(Gains(first[:4], first[:4], second[:4]), names, 0, {}, {})
+    base = first[:4, 0]
+    fixed = (base[0] + (base[1] + base[2]) / 2) / 2 / 2 + base[3] / 2
+    assert found.loc[0, "gain"] == pytest.approx(fixed)
+    weights = weights_of(names)
+    assert (weights @ base) / weights.sum() == pytest.approx(fixed)
+
+
+@pytest.mark.parametrize(
+    ("name", "turn"), [("a/1", 0), ("a/1#1", 1), ("a/1#12@3", 12), ("a#b/1@2", 0)]
+)
+def test_the_turn_of_an_example_is_read_from_its_name(name: str, turn: int) -> None:
+    assert turn_of(name) == turn
 
 
 def test_an_answer_without_halves_is_scored_but_not_cross_fitted() -> None:
     first, second = halves(20, 3, 0)
     whole = (first + second) / 2
-    known = score(
-        Gains(whole[:19], first[:19], second[:19]), list("abcdefghijklmnopqrs"), 0, {}, {}
-    )
+    known = score(Gains(whole[:19], first[:19], second[:19]), turns_of(19), 0, {}, {})
     first[19] = second[19] = np.nan
-    found = score(Gains(whole, first, second), list("abcdefghijklmnopqrst"), 0, {}, {})
+    found = score(Gains(whole, first, second), turns_of(20), 0, {}, {})
     assert not found["gain"].isna().any()
     crossed = [t.set_index("method").loc["cross-fitted oracle", "gain"] for t in (known, found)]
     assert crossed[0] == crossed[1]
     nothing = np.full_like(whole, np.nan)
-    names = score(Gains(whole, nothing, nothing), ["p"] * 20, 0, {}, {})["method"]
+    names = score(Gains(whole, nothing, nothing), turns_of(20), 0, {}, {})["method"]
     assert "cross-fitted oracle" not in set(names)
 
 
@@ -242,6 +256,10 @@ def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
     assert found["verified"].drop("blockpilot").to_dict() == sizes
     assert found["drafting"].drop("plain").between(0.01, 0.99).all()
     assert found.loc["plain", "drafting"] < 0.01
+    assert (found["drafting_low"] <= found["drafting"]).all()
+    assert (found["drafting"] <= found["drafting_high"]).all()
+    performed(evaluate.run, "evaluate", given[0], *given[2:])
+    assert not (folder / "evaluate/t/timed.csv").exists(), "of another call"
 
 
 @pytest.mark.parametrize(

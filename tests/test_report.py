@@ -15,6 +15,7 @@ from blockpilot import report
 from blockpilot.decoding.cost import CostCurve, CostPoint
 from blockpilot.errors import UserError
 from blockpilot.records.schema import ok_row
+from blockpilot.reporting.evaluation import timed_table
 from blockpilot.reporting.figures import figures
 from blockpilot.reporting.paper import paper_table
 from blockpilot.reporting.published import MEAN, published
@@ -115,7 +116,10 @@ def cost_point(size: int, seconds: float, *, tree: bool = False) -> CostPoint:
 def test_published_numbers_stand_under_the_methods_that_papers_name(tmp_path: Path) -> None:
     assert published("qwen3-4b", 0.0, "blockpilot", MEAN).tau == 6.59
     assert published("qwen3-4b", 0.0, "dflash16", "gsm8k").speedup == 5.15
+    assert published("qwen3-8b", 0.0, "eagle3_60", "mt-bench").tau == 3.26
+    assert published("qwen3-4b", 1.0, "eagle3_16", MEAN).speedup == 1.72
     for nothing in (
+        ("qwen3-4b", 0.0, "eagle3_16", MEAN),
         ("qwen3-4b", 1.0, "dflash16", "gsm8k"),
         ("qwen3-4b", 0.0, "dflash8", MEAN),
         ("smollm2-135m", 0.0, "dflash16", MEAN),
@@ -150,6 +154,31 @@ def test_an_evaluation_and_a_cost_curve_have_tables_of_their_own(tmp_path: Path)
     text = (reported(tmp_path, folder) / "report.md").read_text()
     assert "| all | 9 | mine | 2.500 | +0.123 | 25% |" in text
     assert "the policy split's best fixed size (8)" in text
+
+
+def test_measured_times_have_a_table_that_can_be_read(tmp_path: Path) -> None:
+    rows = [row for prompt in range(4) for row in rows_of(prompt, "maths")]
+    folder = tmp_path / "evaluate" / "e"
+    folder.mkdir(parents=True)
+    line = {"prompt_set": "all", "method": "mine", "unit": "tau", "fixed_size": 8, "gain": 2.5}
+    pd.DataFrame([line]).to_csv(folder / "evaluation.csv", index=False)
+    timed_table(stored(tmp_path / "run", rows), "dflash4").to_csv(folder / "timed.csv", index=False)
+    text = (reported(tmp_path, folder) / "report.md").read_text()
+    heads = ("set", "method", "B", "mode", "tau macro 95%", "speedup 95%", "over best fixed 95%")
+    assert f"| {' | '.join(heads)} | drafting 95% |" in text
+    cells = ("5.00 2.00-8.00", "3.12 2.00-8.00", "0.78 0.50-2.00")
+    assert f"| all | dflash8 | 8 | draft | {' | '.join(cells)} |" in text
+
+
+def test_one_name_in_two_modes_is_two_lines(tmp_path: Path) -> None:
+    rows = rows_of(0, "maths")
+    cut = make_settings(0, 4, block_mode="verify", prompt_set="maths")
+    rows.append(ok_row(cut, make_trace([2] * 4), n_prompt_tokens=3))
+    records = stored(tmp_path / "run", rows)
+    names = list(paper_table(sweep_table(records, by_set=True), "t", 0.0)["method"])
+    assert names == ["plain", "dflash4, B = 4, draft", "dflash8", "dflash4, B = 4, verify"]
+    with pytest.raises(UserError, match="method dflash4 has rows of two sizes or modes"):
+        timed_table(records, "dflash8")
 
 
 def test_a_folder_with_nothing_to_report_is_named(tmp_path: Path) -> None:

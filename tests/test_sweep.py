@@ -77,6 +77,12 @@ def decoded(run: Run) -> pd.DataFrame:
     return run.records[run.records["status"] == "ok"]
 
 
+def test_a_predictor_that_no_method_reads_is_told(tmp_path: Path) -> None:
+    file = write_prompts(tmp_path / "prompts.jsonl", ["one"])
+    with pytest.raises(UserError, match=r"policy.path=there: no method reads it; add method="):
+        performed(sweep.run, "sweep", *sweep_arguments(tmp_path, file, "policy.path=there"))
+
+
 def test_every_prompt_turn_and_size_has_one_row(run: Run) -> None:
     wanted = [(f"local/p{n:02d}", 0, size) for n in range(5) for size in SIZES]
     wanted += [("local/p04", 1, size) for size in SIZES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,6 +55,12 @@ def example_names(records: pd.DataFrame) -> pd.Series:
     turns = ("#" + records["turn"].astype(str)).where(later, "")
     seeds = ("@" + records["seed"].astype(str)).where(later & (records["temperature"] > 0), "")
     return records["prompt_id"] + turns + seeds
+
+
+def turn_of(example: str) -> int:
+    """The turn that a name of `example_names` says."""
+    found = re.search(r"#(\d+)(@\d+)?$", example)
+    return int(found[1]) if found else 0
 
 
 def example_taus(records: pd.DataFrame, sizes: Sequence[int]) -> pd.DataFrame:

@@ -6,6 +6,7 @@ that it got on each. Everything is compared with one fixed size, chosen before, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,12 +15,18 @@ import pandas as pd
 from rich.table import Table
 
 from blockpilot import labels
+from blockpilot.errors import UserError
 from blockpilot.labels import Floats, Ints
 from blockpilot.reporting import metrics
-from blockpilot.reporting.metrics import bootstrap, mean
+from blockpilot.reporting.metrics import bootstrap, mean, share
 from blockpilot.reporting.tables import ALL_SETS, sweep_table
 
+_COMPARED = ("macro_tau", "speedup", "over_fixed", "drafting")
+_DRAFTING = ("drafting", "drafting_low", "drafting_high")
 _OVER_FIXED = ("over_fixed", "over_fixed_low", "over_fixed_high", "detectable")
+Turns = Sequence[tuple[str, int]]
+"""The conversation and the turn of each example."""
+
 _POWER = 1.96 + 0.84  # two-sided 5%, power 80%
 
 
@@ -37,20 +44,21 @@ class Gains:
 
 def evaluate(
     gains: Gains,
-    prompts: Sequence[str],
+    turns: Turns,
     fixed: int,
     choices: Mapping[str, Ints],
     others: Mapping[str, Floats],
 ) -> pd.DataFrame:
     """One line per method: mean gain, what it adds to the fixed size's, how sure that is.
 
-    `prompts` [P] names the conversation of each example: its turns are averaged, and intervals are
-    over conversations. `fixed` is the index of the size that was best on the policy split,
-    `choices` are the indices [P] that policies chose, `others` gains [P] of methods that choose no
-    size. Columns: method, gain, difference with difference_low/high (95%, bootstrap over prompts,
-    paired), detectable (the smallest difference that this many prompts show in four of five
-    trials), recovered (share of the cross-fitted oracle's gain; NaN where that gains nothing),
-    accuracy (share of examples whose best size was chosen) and regret.
+    `turns` [P] names the conversation and the turn of each example: seeds of a turn are averaged,
+    then turns of a conversation, and intervals are over conversations. `fixed` is the index of the
+    size that was best on the policy split, `choices` are the indices [P] that policies chose,
+    `others` gains [P] of methods that choose no size. Columns: method, gain, difference with
+    difference_low/high (95%, bootstrap over prompts, paired), detectable (the smallest difference
+    that this many prompts show in four of five trials), recovered (share of the cross-fitted
+    oracle's gain; NaN where that gains nothing), accuracy (share of examples whose best size was
+    chosen) and regret.
     """
     whole, n = gains.whole, len(gains.whole)
     rows = np.arange(n)
@@ -58,13 +66,13 @@ def evaluate(
     base = whole[:, fixed]
 
     def line(name: str, values: Floats, chosen: Ints | None = None) -> dict[str, float | str]:
-        found = _line(name, _by_prompt(values, prompts), _by_prompt(base, prompts))
+        found = _line(name, _by_prompt(values, turns), _by_prompt(base, turns))
         if chosen is not None:
             found["accuracy"] = float((chosen == best).mean())
-            found["regret"] = float(_by_prompt(whole.max(axis=1) - values, prompts).mean())
+            found["regret"] = float(_by_prompt(whole.max(axis=1) - values, turns).mean())
         return found
 
-    crossed = _cross_fitted(gains, prompts, fixed)
+    crossed = _cross_fitted(gains, turns, fixed)
     lines = [line("best fixed", base, np.full(n, fixed))]
     for name, chosen in choices.items():
         lines.append(line(name, whole[rows, chosen], chosen))
@@ -77,15 +85,21 @@ def evaluate(
     return pd.DataFrame(lines)
 
 
-def _by_prompt(values: Floats, prompts: Sequence[str]) -> Floats:
-    """The mean of each prompt's examples."""
-    means = pd.Series(values).groupby(list(prompts), sort=False).mean()
-    return np.asarray(means, dtype=np.float64)
+def _by_prompt(values: Floats, turns: Turns) -> Floats:
+    """The mean of each conversation's turns, a turn being the mean of its seeds."""
+    examples = pd.Series(values, index=pd.MultiIndex.from_tuples(turns))
+    means = examples.groupby(level=[0, 1], sort=False).mean()
+    return np.asarray(means.groupby(level=0, sort=False).mean(), dtype=np.float64)
 
 
-def _cross_fitted(
-    gains: Gains, prompts: Sequence[str], fixed: int
-) -> dict[str, float | str] | None:
+def weights_of(turns: Turns) -> Floats:
+    """What each example [P] counts for where every conversation counts once."""
+    seeds = Counter(turns)
+    per_prompt = Counter(prompt for prompt, _ in seeds)
+    return np.array([1 / (seeds[turn] * per_prompt[turn[0]]) for turn in turns])
+
+
+def _cross_fitted(gains: Gains, turns: Turns, fixed: int) -> dict[str, float | str] | None:
     """The oracle that chooses on one half of an answer and is scored on the other.
 
     Halves have taus of their own, so this line compares with the fixed size on halves.
@@ -94,7 +108,7 @@ def _cross_fitted(
     if not len(halved):
         return None
     halves = gains.first[halved], gains.second[halved]
-    rows, of = np.arange(len(halved)), [prompts[i] for i in halved.tolist()]
+    rows, of = np.arange(len(halved)), [turns[i] for i in halved.tolist()]
     crossed = np.mean(
         [on[rows, labels.argmax_labels(by)] for by, on in (halves, halves[::-1])], axis=0
     )
@@ -125,12 +139,15 @@ def timed_table(records: pd.DataFrame, fixed: str) -> pd.DataFrame:
 
     Those of `sweep_table` with over_fixed: the ratio of mean TPOTs, the fixed size's over the
     method's, with over_fixed_low/high (95%, bootstrap over prompts, paired); detectable, the
-    smallest change of that ratio that this many prompts show in four of five trials; drafting and
-    deciding, the shares of the decoding time that drafts and the policy took; verified, target
-    positions per cycle.
+    smallest change of that ratio that this many prompts show in four of five trials; drafting with
+    drafting_low/high and deciding, the shares of the decoding time that drafts and the policy took;
+    verified, target positions per cycle. Raises like it, and where one name stands for two methods.
     """
+    names_of = records.groupby("method")[["block_size", "block_mode"]].nunique().max(axis=1)
+    for name in names_of.index[names_of > 1]:
+        raise UserError(f"method {name} has rows of two sizes or modes; keep those of one")
     table = sweep_table(records, by_set=True)
-    names = (*_OVER_FIXED, "drafting", "deciding", "verified")
+    names = (*_OVER_FIXED, *_DRAFTING, "deciding", "verified")
     columns: dict[str, list[float]] = {name: [] for name in names}
     for line in table.to_dict("records"):
         within = records["prompt_set"].eq(line["set"]) | (line["set"] == ALL_SETS)
@@ -139,8 +156,12 @@ def timed_table(records: pd.DataFrame, fixed: str) -> pd.DataFrame:
         ratio, (low, high) = metrics.speedup(pairs)
         rows = chosen[(chosen["method"] == line["method"]) & (chosen["status"] == "ok")]
         cycles = int(rows["verified"].map(len).sum())
-        for name, part in (("drafting", "draft_s"), ("deciding", "policy_s")):
-            columns[name].append(float(rows[part].sum() / rows["decode_s"].sum()))
+        spent = rows.groupby("prompt_id")[["draft_s", "policy_s", "decode_s"]].sum()
+        draft, policy, whole = spent.to_numpy(dtype=np.float64).T
+        shares = (float(share(draft, whole)), *bootstrap(share, draft, whole))
+        for name, value in zip(_DRAFTING, shares, strict=True):
+            columns[name].append(value)
+        columns["deciding"].append(float(share(policy, whole)))
         columns["verified"].append(rows["verified"].map(sum).sum() / max(cycles, 1))
         base, own = metrics.paired_times(pairs, "decode_s")
         noise = base / own if len(own) > 1 else np.array([np.nan, np.nan])
@@ -148,6 +169,13 @@ def timed_table(records: pd.DataFrame, fixed: str) -> pd.DataFrame:
         for name, value in zip(_OVER_FIXED, (ratio, low, high, detectable), strict=True):
             columns[name].append(value if line["method"] != fixed else float("nan"))
     return table.assign(**columns)
+
+
+def narrow(table: pd.DataFrame) -> pd.DataFrame:
+    """Of a `timed_table`, what its readers compare; the rest is in the file."""
+    parts = {name: (name, f"{name}_low", f"{name}_high") for name in _COMPARED}
+    kept = [part for name in _COMPARED for part in parts[name] if part in table]
+    return table[["set", "method", "block_size", "block_mode", *kept]]
 
 
 def evaluation_table(lines: pd.DataFrame, title: str, unit: str) -> Table:

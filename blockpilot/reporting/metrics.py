@@ -150,6 +150,11 @@ def mean(values: Floats) -> Floats:
     return np.asarray(values.mean(axis=-1))
 
 
+def share(part: Floats, whole: Floats) -> Floats:
+    """Of the sums over the last axis, for `bootstrap`."""
+    return np.asarray(part.sum(axis=-1) / whole.sum(axis=-1))
+
+
 def _ratio(theirs: Floats, ours: Floats) -> Floats:
     if theirs.shape[-1] == 0:
         return np.asarray(np.nan)

@@ -11,6 +11,8 @@ import pandas as pd
 from blockpilot.reporting.published import MEAN, published
 from blockpilot.reporting.tables import ALL_SETS
 
+_METHOD = ["method", "block_size", "block_mode"]
+
 
 def paper_table(lines: pd.DataFrame, target: str, temperature: float) -> pd.DataFrame:
     """Cells `speedup / macro tau` of the lines of `sweep_table(by_set=True)`, and their means.
@@ -20,9 +22,13 @@ def paper_table(lines: pd.DataFrame, target: str, temperature: float) -> pd.Data
     """
     sets = [name for name in dict.fromkeys(lines["set"]) if name != ALL_SETS]
     rows = []
-    for method in dict.fromkeys(lines["method"]):
-        mine = lines[(lines["method"] == method) & (lines["set"] != ALL_SETS)].set_index("set")
-        row: dict[str, str] = {"method": str(method)}
+    keys = lines[_METHOD].drop_duplicates()
+    for key in keys.itertuples(index=False, name=None):
+        method, size, mode = key
+        mine = lines[(lines[_METHOD] == list(key)).all(axis=1) & (lines["set"] != ALL_SETS)]
+        mine = mine.set_index("set")
+        alone = (keys["method"] == method).sum() == 1
+        row = {"method": str(method) if alone else f"{method}, B = {size}, {mode}"}
         row |= {name: _cell(mine.loc[name]) if name in mine.index else "-" for name in sets}
         row[MEAN] = _cell(mine[["speedup", "predicted_speedup", "macro_tau"]].mean())
         rows.append(row)

@@ -113,13 +113,7 @@ def render(table: pd.DataFrame, title: str | None = None) -> Table:
     Fits in 80 characters for the usual names: a mode that never varies moves to the caption.
     """
     caption = list(table.attrs.get("caption", []))
-    columns = [column for column in _COLUMNS if column.source in table.columns]
-    # A column that is empty throughout: times of a replay, predictions of a decoded sweep.
-    columns = [
-        column
-        for column in columns
-        if column.source not in _OPTIONAL or table[column.source].notna().any()
-    ]
+    columns = _columns_of(table)
     modes = table["block_mode"].unique()
     if len(modes) == 1:
         columns = [column for column in columns if column.source != "block_mode"]
@@ -133,6 +127,18 @@ def render(table: pd.DataFrame, title: str | None = None) -> Table:
     for _, line in table.iterrows():
         shown.add_row(*(Text(column.cell(line)) for column in columns))
     return shown
+
+
+def cells(table: pd.DataFrame) -> pd.DataFrame:
+    """What `render` shows of a frame, as a frame of text for a report."""
+    return pd.DataFrame(
+        {
+            column.header.replace("-\n", "").replace("\n", " "): [
+                column.cell(line) for _, line in table.iterrows()
+            ]
+            for column in _columns_of(table)
+        }
+    )
 
 
 def show_plan(plan: Mapping[str, float | str]) -> None:
@@ -164,6 +170,17 @@ def _decimals(n: int, unit: str = "") -> Callable[[float], str]:
     return lambda value: f"{value:.{n}f}{unit}"
 
 
+def _columns_of(table: pd.DataFrame) -> list[_Column]:
+    """Those of a frame, less what is empty throughout: times of a replay, predictions of a decoded
+    sweep."""
+    return [
+        column
+        for column in _COLUMNS
+        if column.source in table.columns
+        and (column.source not in _OPTIONAL or table[column.source].notna().any())
+    ]
+
+
 _OPTIONAL = ("tpot_ms", "speedup", "end_to_end_speedup", "predicted_speedup", "equal_to_plain")
 _COLUMNS = (
     _Column("set", "set", is_text=True),
@@ -180,7 +197,7 @@ _COLUMNS = (
     _Column("end_to_end_speedup", "end to\nend", _decimals(2)),
     _Column("over_fixed", "over best\nfixed 95%", _decimals(2)),
     _Column("detectable", "detect-\nable", _decimals(2)),
-    _Column("drafting", "draft-\ning", lambda share: f"{100 * share:.0f}%"),
+    _Column("drafting", "drafting\n95%", lambda share: f"{100 * share:.0f}%"),
     _Column("deciding", "decid-\ning", lambda share: f"{100 * share:.1f}%"),
     _Column("verified", "verified\nper cycle", _decimals(1)),
     _Column("predicted_speedup", "predicted\nspeedup", _decimals(2)),

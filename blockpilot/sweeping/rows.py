@@ -33,8 +33,7 @@ class Turn:
 class Rows:
     """Turns and settings of the prompts of one sweep; measured by its subclasses.
 
-    `failed` lists prompts that raised, `unequal` outputs that part from plain decoding by more than
-    rounding explains.
+    `failed` lists prompts that raised.
     """
 
     mode: str  # of the rows
@@ -44,7 +43,6 @@ class Rows:
     ) -> None:
         self.cfg, self.target, self.methods, self.folder = cfg, target, methods, folder
         self.failed: list[str] = []
-        self.unequal: list[str] = []
 
     def expected_keys(self, prompt: Prompt) -> set[str]:
         """Keys of the rows that a finished prompt has."""

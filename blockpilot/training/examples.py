@@ -137,9 +137,11 @@ def gather(
     first = drafted.iloc[0]
     if sizes and radius is not None:
         raise UserError(f"sizes={list(sizes)} and radius={radius} are both given; give one")
+    trained = int(first["trained_block_size"])
+    cut = first["block_mode"] == "verify"
     if radius is not None:
-        trained = int(first["trained_block_size"])
-        chosen = list(range(max(1, trained - radius), trained + radius + 1))
+        widest = trained if cut else trained + radius
+        chosen = list(range(max(1, trained - radius), widest + 1))
     else:
         chosen = sorted(set(sizes)) if sizes else [size for size in measured if size > 1]
     if missing := sorted(set(chosen) - set(measured)):
@@ -166,7 +168,7 @@ def gather(
     lengths = rows["n_prompt_tokens"].astype(int).to_numpy()
     pair = {"target": origin.target, "drafter": first["drafter"]}
     curve = None if cost is None else load_cost(cost, pair)
-    seconds = _cycle_seconds(chosen, lengths, objective, curve)
+    seconds = _cycle_seconds(chosen, lengths, objective, curve, trained if cut else None)
     taus = [torch.from_numpy(table.reindex(index).to_numpy().copy()) for table in tables]
     prefills = [read_prefill(Path(row["folder"]), row) for _, row in rows.iterrows()]  # type: ignore[arg-type]
     return Examples(
@@ -225,14 +227,27 @@ def _one_row_each(
 
 
 def _cycle_seconds(
-    sizes: Sequence[int], lengths: np.ndarray, objective: str, cost: CostCurve | None
+    sizes: Sequence[int],
+    lengths: np.ndarray,
+    objective: str,
+    cost: CostCurve | None,
+    drafted: int | None,
 ) -> Tensor:
-    """What a cycle costs [P, m], taken at the prompt's length; ones for objective=tau."""
+    """What a cycle costs [P, m], taken at the prompt's length; ones for objective=tau.
+
+    `drafted` is the block that every size is cut from, None where each drafts its own.
+    """
     if objective == "tau":
         return torch.ones(len(lengths), len(sizes), dtype=torch.float64)
     if cost is None:
         raise UserError("objective=throughput: give cost=<file of python -m blockpilot.cost>")
-    seconds = [[cost.seconds(size, int(length)) for size in sizes] for length in lengths]
+
+    def of(size: int, length: int) -> float:
+        if drafted is None or size == 1:
+            return cost.seconds(size, length)
+        return cost.cut_seconds(drafted, size, length)
+
+    seconds = [[of(size, int(length)) for size in sizes] for length in lengths]
     return torch.tensor(seconds, dtype=torch.float64)
 
 
