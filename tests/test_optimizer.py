@@ -12,7 +12,8 @@ from stages_kit import composed, distill_arguments, executed
 from torch import nn
 
 from blockpilot.config import TrainingConfig
-from blockpilot.training.optimizer import DrafterOptimizer, shares
+from blockpilot.training import optimizer as optimizing
+from blockpilot.training.optimizer import HEAD_RATE, DrafterOptimizer, shares
 
 STEPS = 4
 
@@ -27,8 +28,9 @@ def network() -> nn.Module:
     return net
 
 
-def settings() -> TrainingConfig:
-    training: TrainingConfig = composed("distill", *distill_arguments(Path(), Path())).training
+def settings(*more: str) -> TrainingConfig:
+    given = distill_arguments(Path(), Path(), *more)
+    training: TrainingConfig = composed("distill", *given).training
     return training
 
 
@@ -83,15 +85,45 @@ def test_weight_decay_reaches_every_weight() -> None:
     """Also those that Muon does not have, whose optimizer has a default of its own."""
     moved = []
     for decay in (0.0, 0.5):
-        net, given = network(), settings()
-        given.weight_decay = decay
-        optimizer = DrafterOptimizer(net, given)
+        net = network()
+        optimizer = DrafterOptimizer(net, settings(f"training.weight_decay={decay}"))
         for weight in net.parameters():
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
         ends = zip(net.parameters(), network().parameters(), strict=True)
         moved.append([not torch.equal(after, before) for after, before in ends])
     assert moved == [[False] * 3, [True] * 3]
+
+
+def test_the_rows_of_a_head_move_by_a_share_of_the_learning_rate() -> None:
+    net = nn.Sequential()
+    net.add_module("norm", nn.RMSNorm(6))
+    net.add_module("lm_head", nn.Linear(6, 9, bias=False))
+    before = {name: weight.detach().clone() for name, weight in net.named_parameters()}
+    given = settings("training.weight_decay=0")
+    stepped(net, DrafterOptimizer(net, given), 0, 1)
+    moved = {n: (w - before[n]).abs() / given.learning_rate for n, w in net.named_parameters()}
+    torch.testing.assert_close(moved["norm.weight"], torch.ones(6), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        moved["lm_head.weight"], torch.full((9, 6), HEAD_RATE), rtol=1e-3, atol=0
+    )
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_muon_computes_in_16_bits_only_where_a_device_can(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizing, "has_16_bit_products", lambda device: fast)
+    net, given = network(), settings("training.weight_decay=0")
+    with torch.no_grad():
+        net[0].weight.zero_()
+    stepped(net, DrafterOptimizer(net, given), 0, 1)
+    # match_rms_adamw scales the orthogonal matrix by 0.2 sqrt(longer side).
+    update = net[0].weight.detach() / (given.learning_rate * 0.2 * 3)
+    values = torch.linalg.svdvals(update)
+    assert values.min() > 0.3 * values.max(), "orthogonal, roughly"
+    rounding = (update - update.bfloat16().float()).abs().max()
+    assert (rounding < 1e-6) == fast
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 50])

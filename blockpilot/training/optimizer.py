@@ -7,6 +7,7 @@ do all of it, so each rank updates its share of the matrices and sends the resul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,9 +19,27 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import get_cosine_schedule_with_warmup
 
 from blockpilot.config import TrainingConfig
+from blockpilot.devices import has_16_bit_products
+
+HEAD_RATE = 0.1
+"""Learning rate of a head of its own, of the others': its rows begin as the target's, and AdamW
+moves the rows of tokens that are hardly ever seen as fast as all others."""
+
+
+class _InFloat32(TorchFunctionMode):
+    """Muon orthogonalizes in bfloat16; a CPU without such products takes ten times as long for it
+    as for the forward and backward of a step."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.bfloat16:
+            return args[0].clone()  # it is worked on in place
+        return func(*args, **(kwargs or {}))
 
 
 class DrafterOptimizer:
@@ -33,16 +52,20 @@ class DrafterOptimizer:
     def __init__(self, network: nn.Module, settings: TrainingConfig) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world = dist.get_world_size() if dist.is_initialized() else 1
-        # The rows of a head of its own belong to tokens, seen more or less often: AdamW's business.
         named = dict(network.named_parameters())
+        # The rows of a head of its own belong to tokens, seen more or less often: AdamW's business.
+        heads = [w for name, w in named.items() if name.startswith("lm_head")]
         inner = [w for name, w in named.items() if w.ndim == 2 and not name.startswith("lm_head")]
         self._shares = shares(inner, self._world)
-        rate = settings.learning_rate
+        rate, decay, scaling = settings.learning_rate, settings.weight_decay, "match_rms_adamw"
         # The gains come first: a rank may have no share of the matrices.
-        others = [w for name, w in named.items() if w.ndim != 2 or name.startswith("lm_head")]
-        decay, scaling = settings.weight_decay, "match_rms_adamw"
-        adam = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
+        groups: list[dict[str, Any]] = [{"params": [w for w in named.values() if w.ndim != 2]}]
+        if heads:
+            groups.append({"params": heads, "lr": HEAD_RATE * rate})
+        adam = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
         self._parts: list[Any] = [adam]
+        fast = has_16_bit_products(next(network.parameters()).device)
+        self._products: AbstractContextManager[object] = nullcontext() if fast else _InFloat32()
         if mine := self._shares[self._rank]:
             muon = torch.optim.Muon(mine, lr=rate, weight_decay=decay, adjust_lr_fn=scaling)
             self._parts.append(muon)
@@ -59,8 +82,9 @@ class DrafterOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """One update from the gradients, the same on every rank afterwards."""
-        for part in self._parts:
-            part.step()
+        with self._products:
+            for part in self._parts:
+                part.step()
         if self._world > 1:
             for owner, share in enumerate(self._shares):
                 for weight in share:
