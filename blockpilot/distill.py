@@ -348,12 +348,13 @@ def _answer(
         batch_size=cfg.responses.batch_size,
     )
     place = world()
-    shards = []
+    shards: list[Path] = []
     for name, group in _by_set(prompts, split).items():
         answers = folder / "responses" / split / name
         open_folder(answers, settings)
         work = batches(_chosen(cfg, target, group), settings.batch_size)
-        for index in range(place.rank, len(work), place.size):
+        # In turn over all sets: of many small ones, the first rank would have every batch.
+        for index in range((place.rank - len(shards)) % place.size, len(work), place.size):
             begin = time.monotonic()
             tokens = write_responses(target, work[index], answers, index, settings)
             if tokens:
