@@ -81,7 +81,8 @@ def run(cfg: CostConfig) -> CostCurve:
     target.stop_ids = frozenset()  # the text is noise; nothing may end it early
     drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
     methods = cost_methods(cfg, drafter, target)
-    settings = cost_settings(target, drafter)
+    temperature = cfg.decoding.temperature  # above 0 a cycle also draws noise
+    settings = cost_settings(target, drafter) | {"temperature": temperature}
     file = Path(cfg.paths.outputs) / "cost" / cfg.run_id / "cost.json"
     asked: Any = OmegaConf.to_container(cfg, resolve=True)
     asked = {name: value for name, value in asked.items() if name not in ("paths", "threads")}

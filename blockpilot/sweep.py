@@ -117,7 +117,8 @@ def new_sweep(
     if not target.timed:
         cost = None
         if cfg.cost is not None:
-            cost = load_cost(cfg.cost, cost_settings(target, drafter))
+            own = {"temperature": cfg.decoding.temperature}
+            cost = load_cost(cfg.cost, cost_settings(target, drafter) | own)
             told = [f"{cost.settings.get(name)}" for name in ("hardware", "threads", "dtype")]
             log.info("times are predicted for %s, threads %s, %s", *told)
         replayed = ReplayedSweep(cfg, target, methods, folder, drafter, cost)

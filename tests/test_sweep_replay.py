@@ -128,7 +128,8 @@ def test_a_drafter_that_cannot_be_replayed_is_decoded_and_says_so(
     assert records["decode_s"].notna().any()
 
 
-COST = ["sizes=[1,15,17]", "contexts=[4,40]", "repeats=2", "decoding.max_new_tokens=4"]
+COST = ["sizes=[1,15,17]", "contexts=[4,40]", "repeats=2"]
+COST += ["decoding.max_new_tokens=4", "decoding.temperature=1"]
 
 
 def cost_arguments(folder: Path, *more: str) -> list[str]:
@@ -156,6 +157,9 @@ def test_a_measured_curve_predicts_the_times_of_a_replay(tmp_path: Path) -> None
             steps = range(place, place + len(row["committed"]))
             wanted = sum(curve.seconds(1, at) for at in steps)
             assert row["predicted_decode_s"] == pytest.approx(wanted)
+    given = arguments(tmp_path, f"cost={file}", "decoding.temperature=0", "run_id=other")
+    with pytest.raises(UserError, match=r"measured with temperature=1.0, this run has 0.0"):
+        performed(sweep.run, "sweep", *given)
     with pytest.raises(UserError, match=r"made with cost=\w{12}, this run has None"):
         performed(sweep.run, "sweep", *arguments(tmp_path))
     table = sweep_table(records)

@@ -167,6 +167,7 @@ def gather(
     rows = _one_row_each(folders, frames, index)
     lengths = rows["n_prompt_tokens"].astype(int).to_numpy()
     pair = {"target": origin.target, "drafter": first["drafter"]}
+    pair["temperature"] = origin.settings["temperature"]
     curve = None if cost is None else load_cost(cost, pair)
     seconds = _cycle_seconds(chosen, lengths, objective, curve, trained if cut else None)
     taus = [torch.from_numpy(table.reindex(index).to_numpy().copy()) for table in tables]
