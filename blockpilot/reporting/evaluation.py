@@ -24,10 +24,10 @@ from blockpilot.reporting.tables import ALL_SETS, sweep_table
 _COMPARED = ("macro_tau", "speedup", "over_fixed", "drafting")
 _DRAFTING = ("drafting", "drafting_low", "drafting_high")
 _OVER_FIXED = ("over_fixed", "over_fixed_low", "over_fixed_high", "detectable")
+_POWER = 1.96 + 0.84  # two-sided 5%, power 80%
+
 Turns = Sequence[tuple[str, int]]
 """The conversation and the turn of each example."""
-
-_POWER = 1.96 + 0.84  # two-sided 5%, power 80%
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,8 @@ def timed_table(records: pd.DataFrame, fixed: str) -> pd.DataFrame:
 
 def narrow(table: pd.DataFrame) -> pd.DataFrame:
     """Of a `timed_table`, what its readers compare; the rest is in the file."""
-    parts = {name: (name, f"{name}_low", f"{name}_high") for name in _COMPARED}
-    kept = [part for name in _COMPARED for part in parts[name] if part in table]
-    return table[["set", "method", "block_size", "block_mode", *kept]]
+    parts = [f"{name}{end}" for name in _COMPARED for end in ("", "_low", "_high")]
+    return table[["set", "method", "block_size", "block_mode", *parts]]
 
 
 def evaluation_table(lines: pd.DataFrame, title: str, unit: str) -> Table:
