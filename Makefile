@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-LOCAL := local_table1 local_mixed local_policies $(patsubst conf/experiment/%.yaml,%,$(wildcard conf/experiment/local_ablation_*.yaml))
+LOCAL := local_table1 local_baselines local_mixed local_policies $(patsubst conf/experiment/%.yaml,%,$(wildcard conf/experiment/local_ablation_*.yaml))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run reproduce-local test quality bench clean

@@ -163,7 +163,7 @@ def test_f10_block_size_one_is_plain_decoding(gold: list[int]) -> None:
 )
 def test_f10_impossible_sizes_are_refused(size: int, mode: str, trained: int) -> None:
     drafter = ScriptedDrafter([], perfect)
-    drafter.trained_block_size = trained
+    drafter.trained_block_size, drafter.has_marginals = trained, True
     with pytest.raises(UserError, match="allowed are"):
         block_plan(size, mode, drafter)
 

@@ -209,7 +209,7 @@ def test_every_experiment_runs_in_debug_size(
     for kind in _LOADS:
         monkeypatch.setattr(kind, "load", few)
     pair = [*TINY, "model.architecture.max_position_embeddings=512", "drafter.checkpoint=random"]
-    pair += ["dtype=float32", "decoding.max_new_tokens=5"]
+    pair += ["model.drafters.eagle3=random", "dtype=float32", "decoding.max_new_tokens=5"]
     extra = {
         "sweep": [*pair, "tracker=none", "prompts.limit=2", "replay.batch_size=8"],
         "cost": [*pair, "repeats=1", "contexts=[16]", "sizes=[1,4,19]", "trees=[2,64]"],

@@ -37,7 +37,7 @@ class HalfRight(ScriptedDrafter):
     """Knows the text but errs at some (position, slot), in `draft` and `replay` alike."""
 
     name = "half-right"
-    replayable = True
+    replayable = has_marginals = True
 
     def __init__(self, gold: list[int]) -> None:
         super().__init__(gold, perfect)
