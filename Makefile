@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-LOCAL := local_table1 local_baselines local_mixed local_policies $(patsubst conf/experiment/%.yaml,%,$(wildcard conf/experiment/local_ablation_*.yaml))
+LOCAL := local_table1 local_mixed local_policies $(patsubst conf/experiment/%.yaml,%,$(wildcard conf/experiment/local_ablation_*.yaml))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run reproduce-local test quality bench clean
@@ -30,7 +30,7 @@ reproduce-local: setup ## The local pair's tables in full: hours; give GSM8K and
 	for name in $(LOCAL); do $(PY) -m blockpilot.pipeline experiment=$$name || exit; done
 
 test: setup ## Run the tests
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 quality: setup ## Check style and types, exactly as CI does
 	$(PY) -m ruff check .
