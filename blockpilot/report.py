@@ -8,7 +8,6 @@ Reads folders of sweeps, evaluations and cost curves. report.html is one self-co
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from blockpilot.reporting.pages import Drawn, Section, write_report
 from blockpilot.reporting.paper import paper_table
 from blockpilot.reporting.published import MEANS_OVER
 from blockpilot.reporting.tables import cells, sweep_table
-from blockpilot.runtime import stage
+from blockpilot.runtime import read_status, stage
 
 log = logging.getLogger("blockpilot.report")  # __name__ is __main__ under python -m
 
@@ -173,10 +172,8 @@ def cost_section(run: Path) -> Section:
 def command_of(run: Path) -> str:
     """The command that made a run, from its status.json; its stage alone where that is missing."""
     stage_name = run.resolve().parent.name
-    try:
-        overrides = json.loads((run / "status.json").read_text(encoding="utf-8"))["overrides"]
-    except (OSError, ValueError, KeyError):
-        overrides = []
+    status = read_status(run / "status.json")
+    overrides = status.get("made_by") or status.get("overrides", [])  # the latter of a broken run
     return shlex.join(["python", "-m", f"blockpilot.{stage_name}", *overrides])
 
 

@@ -322,12 +322,16 @@ def write_status(
 ) -> None:
     """Write how a job stands into its folder: status.json, and error.txt where there is a trace.
 
-    Ranks above 0 write files of their own. A failure to write is told, not raised: it must not
-    hide the error that is being written down.
+    `made_by` are the overrides of the last job that ended well and was no plan: what later calls
+    that are refused leave in the folder is its work. Ranks above 0 write files of their own. A
+    failure to write is told, not raised: it must not hide the error that is being written down.
     """
     rank = world().rank
     suffix = f".rank{rank}" if rank else ""
-    facts = {"status": status, "error": error, "overrides": overrides}
+    made_by = read_status(folder / f"status{suffix}.json").get("made_by")
+    if status == "done" and "plan=true" not in overrides:
+        made_by = overrides
+    facts = {"status": status, "error": error, "overrides": overrides, "made_by": made_by}
     files = {f"status{suffix}.json": json.dumps(facts, indent=2) + "\n"}
     if trace is not None:
         files[f"error{suffix}.txt"] = trace
@@ -340,6 +344,14 @@ def write_status(
             (folder / f"error{suffix}.txt").unlink(missing_ok=True)
     except OSError as problem:
         _say(f"cannot write {problem.filename}: {problem.strerror}")
+
+
+def read_status(file: Path) -> dict[str, Any]:
+    """What `write_status` wrote into a file; nothing where there is none that can be read."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -20,6 +19,7 @@ from blockpilot.reporting.figures import figures
 from blockpilot.reporting.paper import paper_table
 from blockpilot.reporting.published import MEAN, published
 from blockpilot.reporting.tables import sweep_table
+from blockpilot.runtime import write_status
 
 GOLDEN = """\
 | method | code | maths | mean |
@@ -35,8 +35,7 @@ def run(tmp_path: Path) -> Path:
     """A sweep of three prompts in two sets, as a finished stage leaves it."""
     folder = tmp_path / "sweep" / "run"
     stored(folder, rows_of(0, "maths") + rows_of(1, "code") + rows_of(2, "code"))
-    status = {"status": "done", "error": None, "overrides": ["radius=2", "prompts=[a,b]"]}
-    (folder / "status.json").write_text(json.dumps(status))
+    write_status(folder, "done", ["radius=2", "prompts=[a,b]"])
     return folder
 
 
@@ -51,6 +50,13 @@ def test_the_main_table_is_golden_and_says_where_it_comes_from(tmp_path: Path, r
     text = (reported(tmp_path, run) / "report.md").read_text()
     assert GOLDEN in text
     assert f"From `{run}`, made by `python -m blockpilot.sweep radius=2 'prompts=[a,b]'`." in text
+
+
+def test_a_later_call_that_did_nothing_is_not_cited(tmp_path: Path, run: Path) -> None:
+    write_status(run, "failed", ["radius=-1"], "radius=-1: must be >= 0")
+    write_status(run, "done", ["radius=3", "plan=true"])
+    text = (reported(tmp_path, run) / "report.md").read_text()
+    assert "made by `python -m blockpilot.sweep radius=2 'prompts=[a,b]'`." in text
 
 
 def test_the_page_needs_nothing_else_and_the_numbers_are_in_csv(tmp_path: Path, run: Path) -> None:

@@ -52,19 +52,25 @@ def accepted_lengths(proposals: Proposals, labels: Tensor, known: Tensor) -> Ten
     return accepted
 
 
-def marginals(proposals: Proposals, labels: Tensor, known: Tensor) -> Marginals:
-    """Rank of the label and the top candidates of every slot."""
+def marginals(proposals: Proposals, labels: Tensor, known: Tensor) -> tuple[Marginals, Tensor]:
+    """Rank of the label and the top candidates of every slot, and the accepted lengths [A]."""
     rows = torch.arange(labels.shape[0], device=labels.device)
+    alive = torch.ones_like(rows, dtype=torch.bool)
+    accepted = torch.zeros_like(rows, dtype=torch.int16)
     ranks, tokens, logprobs = [], [], []
     for slot in range(labels.shape[1]):
         logits = proposals.logits(rows, slot).float()  # [A, V]
         own = logits.gather(1, labels[:, slot, None])
         rank = (logits > own).sum(dim=-1)
+        # Not rank 0: of equal logits decoding proposes one.
+        alive &= known[:, slot] & (logits.argmax(dim=-1) == labels[:, slot])
+        accepted += alive
         ranks.append(rank.masked_fill(~known[:, slot], -1).int())
         top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
         tokens.append(top.indices.int())
         logprobs.append(top.values - logits.logsumexp(dim=-1, keepdim=True))
-    return Marginals(torch.stack(ranks, 1), torch.stack(tokens, 1), torch.stack(logprobs, 1))
+    found = Marginals(torch.stack(ranks, 1), torch.stack(tokens, 1), torch.stack(logprobs, 1))
+    return found, accepted
 
 
 @torch.inference_mode()
@@ -95,9 +101,12 @@ def replay(
         for some in anchors[places.to(anchors.device)].split(chunk):
             proposals = drafter.replay(ids, features, some, width)
             labels, known = slot_labels(ids, some, width)
-            parts.append(accepted_lengths(proposals, labels, known).cpu())
             if with_marginals and width == drafter.trained_block_size:
-                found.append(marginals(proposals, labels, known))
+                shown, accepted = marginals(proposals, labels, known)
+                found.append(shown)
+            else:
+                accepted = accepted_lengths(proposals, labels, known)
+            parts.append(accepted.cpu())
         return torch.cat(parts)
 
     by_width: dict[int, list[Plan]] = {}
@@ -107,7 +116,7 @@ def replay(
         if plan.verified > 1:
             by_width.setdefault(plan.drafted, []).append(plan)
     everywhere = torch.arange(len(anchors))
-    accepted = {plan: torch.zeros(len(anchors), dtype=torch.int16) for plan in wanted}
+    lengths_of = {plan: torch.zeros(len(anchors), dtype=torch.int16) for plan in wanted}
     likely = torch.zeros(len(anchors), dtype=torch.int16)
     for width, sharing in sorted(by_width.items()) if len(anchors) else ():
         if with_marginals:
@@ -116,8 +125,8 @@ def replay(
             lengths = _where_visited(drafted, width, sharing, likely)
             likely = torch.where(lengths < 0, likely, lengths)
         for plan in sharing:
-            accepted[plan] = lengths.clamp_max(plan.verified - 1)
-    return Replay(accepted, _joined(found))
+            lengths_of[plan] = lengths.clamp_max(plan.verified - 1)
+    return Replay(lengths_of, _joined(found))
 
 
 def _where_visited(
