@@ -32,6 +32,18 @@ def test_tensors_come_back_bit_for_bit_for_every_method_of_the_prompt(
         assert torch.equal(found.hidden, prefill.hidden)
 
 
+def test_f30_what_a_killed_writer_left_goes_when_its_prompt_is_written(tmp_path: Path) -> None:
+    prefill = Prefill(torch.zeros(5), torch.zeros(2))
+    path = save_prefill(tmp_path, make_settings(1, 4), prefill)
+    left = path.with_name(f".{path.name}.0af3.tmp")
+    another = path.with_name(f".{path.name.replace('1', '2', 1)}.0af3.tmp")
+    for file in (left, another):
+        file.touch()
+    save_prefill(tmp_path, make_settings(1, 4), prefill)
+    assert not left.exists()
+    assert another.exists(), "another process may be writing it"
+
+
 def test_file_names_are_safe_and_distinct(tmp_path: Path) -> None:
     ids = ["a/b", "a_b", "../../etc/x", "", ".", "\ud800", "x" * 500, "x" * 501, "a/b\x00", "ü"]
     prefill = Prefill(torch.zeros(3), torch.zeros(2))

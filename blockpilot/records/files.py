@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -61,9 +62,9 @@ def make_folder(folder: Path) -> None:
         raise refused(folder, error) from error
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files that a killed writer left in `folder`."""
-    for leftover in folder.glob(".*.tmp"):
+def remove_leftovers(folder: Path, of: str = "") -> None:
+    """Delete temporary files that a killed writer left in `folder`, or those of the file `of`."""
+    for leftover in folder.glob(f".{glob.escape(of)}*.tmp"):
         leftover.unlink(missing_ok=True)
 
 

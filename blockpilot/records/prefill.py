@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from blockpilot.errors import UserError
-from blockpilot.records.files import make_folder, replace_file
+from blockpilot.records.files import make_folder, remove_leftovers, replace_file
 from blockpilot.records.schema import Settings, clean, group_key
 
 _FOLDER = "prefill"
@@ -53,6 +53,8 @@ def save_prefill(folder: Path, settings: Settings, prefill: Prefill) -> Path:
         "hidden": prefill.hidden.detach().cpu().contiguous(),
     }
     content = save(tensors, metadata)
+    # Other processes write here too, but only this one to this prompt's file.
+    remove_leftovers(path.parent, path.name)
     replace_file(path, lambda stream: stream.write(content))
     return path
 

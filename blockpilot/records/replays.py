@@ -20,7 +20,7 @@ from torch import Tensor
 from blockpilot.decoding.anchors import Marginals, Replay
 from blockpilot.decoding.types import Plan
 from blockpilot.errors import UserError
-from blockpilot.records.files import make_folder, replace_file
+from blockpilot.records.files import make_folder, remove_leftovers, replace_file
 from blockpilot.records.prefill import tensor_file
 from blockpilot.records.schema import Settings, group_key
 
@@ -57,6 +57,8 @@ def save_replay(
         "plans": json.dumps([[plan.drafted, plan.verified] for plan in plans]),
     }
     content = save(tensors, metadata)
+    # Other processes write here too, but only this one to this prompt's file.
+    remove_leftovers(path.parent, path.name)
     replace_file(path, lambda stream: stream.write(content))
     return path
 
