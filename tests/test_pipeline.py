@@ -214,7 +214,7 @@ def test_every_experiment_runs_in_debug_size(
         "sweep": [*pair, "tracker=none", "prompts.limit=2", "replay.batch_size=8"],
         "cost": [*pair, "repeats=1", "contexts=[16]", "sizes=[1,4,19]", "trees=[2,64]"],
         "train": ["tracker=none", "device=cpu", "epochs=1", "predictor.hidden=4"],
-        "dataset": ["sizes=[1,4,15]"] if name == "local_mixed" else [],
+        "dataset": ["sizes=[1,4,16]"] if name in ("local_mixed", "local_policies") else [],
     }
     text = (conf_dir() / "experiment" / f"{name}.yaml").read_text()
     for records in re.findall(r"/records: ([\w-]+)", text):
