@@ -89,7 +89,7 @@ def run(cfg: CostConfig) -> CostCurve:
     keep_settings(file.with_name("asked.json"), settings | asked, what="a cost curve")
     if file.exists():
         curve = load_cost(file, settings)
-        Console().print(cost_table(curve))
+        tell(curve)
         log.info("measured before: %s", file)
         return curve
     with silent_drafters():
@@ -98,9 +98,16 @@ def run(cfg: CostConfig) -> CostCurve:
     curve = CostCurve(settings, facts(target.device), points, predicting)
     text = curve.to_json().encode()
     replace_file(file, lambda stream: stream.write(text))
-    Console().print(cost_table(curve))
+    tell(curve)
     log.info("curve in %s", file)
     return curve
+
+
+def tell(curve: CostCurve) -> None:
+    """Print the curve, and how far its medians can be told apart."""
+    Console().print(cost_table(curve))
+    share = 100 * curve.uncertainty()
+    log.info("standard error of a median: %.1f%% at most; more repeats lower it", share)
 
 
 @contextmanager

@@ -183,6 +183,15 @@ def points() -> list[CostPoint]:
     return [CostPoint(*cell, 3, seconds, *rest) for cell, seconds in costs.items()]
 
 
+def test_the_least_certain_median_says_what_a_curve_can_tell_apart() -> None:
+    rest = (0.0, 0.0, 0.0, 0.0)
+    sure = CostPoint(1, 100, 25, 2.0, 2.0, 2.0, *rest)
+    # Quartiles of a normal distribution with sigma 0.2 about 2: 0.2 / 5 times 1.2533, over 2.
+    unsure = CostPoint(8, 100, 25, 2.0, 1.8651, 2.1349, *rest)
+    assert CostCurve({}, {}, [sure]).uncertainty() == 0
+    assert CostCurve({}, {}, [sure, unsure]).uncertainty() == pytest.approx(0.025066, rel=1e-3)
+
+
 def test_a_method_without_a_cost_is_refused_before_the_first_prompt(tmp_path: Path) -> None:
     performed(cost.run, "cost", *cost_arguments(tmp_path))
     file = tmp_path / "cost/run/cost.json"

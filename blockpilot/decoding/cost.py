@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from blockpilot.errors import UserError
 from blockpilot.provenance import facts
 
 PARTS = ("draft_s", "verify_s", "policy_s", "other_s")
+_IQR_OF_NORMAL = 1.349  # in standard deviations
 _AFTER_DRAFT = ("verify_s", "policy_s", "other_s")
 
 
@@ -99,6 +101,18 @@ class CostCurve:
                 seconds += self.seconds(verified, position)
             position += committed
         return {"predicted_decode_s": seconds}
+
+    def uncertainty(self) -> float:
+        """Standard error of the least certain median cycle, as a share of it.
+
+        That of a normal sample of n, sqrt(pi / 2) sigma / sqrt(n), with sigma from the quartiles.
+        """
+        return max(
+            math.sqrt(math.pi / 2)
+            * (point.cycle_s_q75 - point.cycle_s_q25)
+            / (_IQR_OF_NORMAL * math.sqrt(point.repeats) * point.cycle_s)
+            for point in self.points
+        )
 
     def digest(self) -> str:
         """Twelve hex digits that change with the curve."""
