@@ -96,6 +96,20 @@ def test_training_continues_from_a_head(trained: tuple[Path, list[float]], tmp_p
         performed(distill.run, "distill", *given, f"training.init={tmp_path / 'own'}")
 
 
+def test_a_compiled_training_makes_the_same_head(
+    trained: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    """By the backend that only traces: inductor fuses, so its bits may differ."""
+    given = distill_arguments(tmp_path, distill_prompts(tmp_path), *HEART)
+    given += [f"training.init={trained[0]}", "training.steps=3"]
+    name = "model.safetensors"
+    eager = load_file(performed(distill.run, "distill", *given) / name)
+    given += ["training.compile=eager", "run_id=compiled"]
+    compiled = load_file(performed(distill.run, "distill", *given) / name)
+    assert all(torch.equal(eager[key], compiled[key]) for key in eager)
+    assert not torch.equal(eager["fc.weight"], load_file(trained[0] / name)["fc.weight"])
+
+
 def test_a_sweep_profits_from_it(trained: tuple[Path, list[float]], tmp_path: Path) -> None:
     file = write_prompts(tmp_path / "prompts.jsonl", texts_of("distill", 7))
     records = performed(
