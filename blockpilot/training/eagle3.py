@@ -53,6 +53,9 @@ class Eagle3Student:
         return self.network.config.published()
 
     def compile(self, backend: str) -> None:
+        # Dynamo would cut the graph where gradients are sent, and its parts pass numbers that
+        # inductor takes for tensors (torch 2.13).
+        torch._dynamo.config.optimize_ddp = False
         self.network.compile(backend=backend, dynamic=True)
         self.cross_entropies = torch.compile(cross_entropies, backend=backend, dynamic=True)
 
