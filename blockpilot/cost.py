@@ -107,7 +107,7 @@ def tell(curve: CostCurve) -> None:
     """Print the curve, and how far its medians can be told apart."""
     Console().print(cost_table(curve))
     share = 100 * curve.uncertainty()
-    log.info("standard error of a median: %.1f%% at most; more repeats lower it", share)
+    log.info("the least certain median has a standard error of about %.1f%%", share)
 
 
 @contextmanager
@@ -142,8 +142,8 @@ def measured(
 ) -> list[CostPoint]:
     """Points of all methods and contexts, in shuffled rounds so that a slow moment hits them alike.
 
-    The first round warms up. A cycle's cost is the decode loop's time over its cycles, so the
-    drafter's reading of the prompt is spread over them.
+    The first round warms up. A cycle's cost is the decode loop's time over its cycles, without the
+    drafter's reading of the prompt: an answer has many more cycles than the few that are timed.
     """
     budget = cfg.decoding.max_new_tokens
     generator = torch.Generator().manual_seed(cfg.seed)
@@ -190,15 +190,20 @@ def predictor_seconds(cfg: CostConfig, target: Target, drafter: Drafter) -> list
 
 
 def per_cycle(trace: Trace) -> dict[str, float]:
-    """Seconds per cycle, in all and by part."""
+    """Seconds per cycle, in all and by part, and `start_s` per answer."""
     parts = {name: getattr(trace, name) for name in ("decode_s", *PARTS)}
-    return {name: seconds / len(trace.committed) for name, seconds in parts.items()}
+    for name in ("decode_s", "draft_s"):
+        parts[name] -= trace.start_s
+    parts = {name: seconds / len(trace.committed) for name, seconds in parts.items()}
+    return parts | {"start_s": trace.start_s}
 
 
 def point(cell: Cell, context: int, repeats: list[dict[str, float]]) -> CostPoint:
     """Medians and quartiles of some repeats."""
     low, middle, high = np.quantile([each["decode_s"] for each in repeats], [0.25, 0.5, 0.75])
-    parts = {part: float(np.median([each[part] for each in repeats])) for part in PARTS}
+    parts = {
+        part: float(np.median([each[part] for each in repeats])) for part in (*PARTS, "start_s")
+    }
     times = float(middle), float(low), float(high)
     return CostPoint(cell.size, context, len(repeats), *times, **parts, tree=cell.tree)
 

@@ -100,8 +100,7 @@ def per_cycle(learnt: Examples, test: Examples, fixed: int) -> dict[str, Floats]
         for part in (learnt, test)
         for name, gain in zip(part.example, part.gains[:, fixed].tolist(), strict=True)
     }
-    timed = origin.objective != "tau"
-    decided = policy_gains(runs, base, origin.sizes[fixed], timed=timed)
+    decided = policy_gains(runs, base, origin.sizes[fixed], curve=origin.cost)
     others = {} if decided is None else with_tuned(decided, learnt.example, test.example)
     for name, width in CEILINGS.items():
         gains = per_cycle_gains(runs, test.example, origin.sizes, seconds, width)

@@ -8,6 +8,7 @@ Reads folders of sweeps, evaluations and cost curves. report.html is one self-co
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from blockpilot.config import ReportConfig
 from blockpilot.decoding.cost import load_cost
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
-from blockpilot.records.store import read_manifests, read_records
+from blockpilot.records.store import read_records
 from blockpilot.reporting.evaluation import narrow
 from blockpilot.reporting.figures import figures
 from blockpilot.reporting.pages import Drawn, Section, write_report
@@ -90,13 +91,15 @@ def sweep_section(run: Path) -> Section:
     first = records.iloc[0]
     temperature = float(first["temperature"])
     what = "speedup" if first["mode"] == "decode" else "(predicted speedup)"
-    made = read_manifests(run)[0]["sessions"][-1]["provenance"]
+    commits = {json.loads(each)["git_commit"] for each in records["versions"].unique()}
     hardware = first["gpu"] if isinstance(first["gpu"], str) else first["cpu"]
-    table = paper_table(lines, str(first["target"]), temperature)
+    pretrained = first["weights"] == "pretrained"
+    table = paper_table(lines, str(first["target"]) if pretrained else "", temperature)
     cited = table["method"].str.endswith(", published").any()
     notes = [
         f"Cells: {what} / macro tau. {first['target']}, T = {temperature:g}, {first['dtype']}, at "
-        f"most {first['max_new_tokens']} new tokens, {hardware}, commit {made['git_commit']}.",
+        f"most {first['max_new_tokens']} new tokens, {first['weights']} weights, {hardware}, "
+        f"commit {', '.join(sorted(map(str, commits)))}.",
         *([MEANS_OVER] if cited else []),
         *lines.attrs["caption"],
     ]

@@ -11,6 +11,7 @@ run id again finishes what is missing and repeats nothing.
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,18 @@ from blockpilot.drafters.none import NoDrafter
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
 from blockpilot.policies.fixed import FixedPolicy
+from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.load import load_prompts
 from blockpilot.provenance import facts
-from blockpilot.records.schema import PLAIN
-from blockpilot.records.store import Store, missing_prompts, read_records, shard, write_parquet
+from blockpilot.records.schema import PLAIN, SHARED_FIELDS
+from blockpilot.records.store import (
+    Store,
+    missing_prompts,
+    read_records,
+    read_table,
+    shard,
+    write_parquet,
+)
 from blockpilot.records.texts import save_prompts
 from blockpilot.reporting.tables import render as render_table
 from blockpilot.reporting.tables import show_plan, sweep_table
@@ -77,6 +86,7 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
     sweep = new_sweep(cfg, target, drafter, methods, folder)
     place, tracker = world(), instantiate(cfg.tracker, _convert_="all")
     expected = {prompt.id: sweep.expected_keys(prompt) for prompt in prompts}
+    keep_settings(folder / "settings.json", shared_settings(sweep, prompts[0]), what="rows")
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     with (
         tracked(tracker, run_id=cfg.run_id, folder=folder, config=settings, rank=place.rank),
@@ -93,6 +103,9 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
             save_prompts(folder, prompts)
         missing = set(missing_prompts(folder, expected))
         todo = [p for p in shard(prompts, place.rank, place.size) if p.id in missing]
+        lacking = set(read_table(folder, ["method"])["method"].to_pylist()) - set(methods)
+        if todo and lacking:
+            log.warning("prompts measured now have no %s, as rows of before", sorted(lacking))
         log.info("%d of %d prompts to do, methods: %s", len(todo), len(prompts), ", ".join(methods))
         sweep.measure(todo, store, tracker)
     write_parquet(folder)
@@ -121,16 +134,27 @@ def new_sweep(
             cost = load_cost(cfg.cost, cost_settings(target, drafter) | own)
             told = [f"{cost.settings.get(name)}" for name in ("hardware", "threads", "dtype")]
             log.info("times are predicted for %s, threads %s, %s", *told)
-        replayed = ReplayedSweep(cfg, target, methods, folder, drafter, cost)
-        # Rows that are there keep the times that they were predicted, so one run has one curve.
-        curve = {"cost": None if cost is None else cost.digest()}
-        keep_settings(folder / "prediction.json", curve, what="predicted times")
-        return replayed
+        return ReplayedSweep(cfg, target, methods, folder, drafter, cost)
     if cfg.cost is not None:
         raise UserError(f"cost={cfg.cost}: times of decoded rows are measured; set mode=replay")
     if cfg.mode == "replay":
         log.warning("drafter %s cannot be replayed: decoding instead", drafter.name)
     return DecodedSweep(cfg, target, methods, folder)
+
+
+def shared_settings(sweep: DecodedSweep | ReplayedSweep, prompt: Prompt) -> dict[str, Any]:
+    """What all rows of a run folder share: a table of others would compare what differs.
+
+    The seed may differ. Times are of one machine, predicted ones of one curve.
+    """
+    row = asdict(sweep.settings(prompt, 0, PLAIN))
+    shared = {name: row[name] for name in SHARED_FIELDS if name != "seed"}
+    if isinstance(sweep, ReplayedSweep):
+        return shared | {"cost": None if sweep.cost is None else sweep.cost.digest()}
+    machine = facts(sweep.target.device)
+    if sweep.target.device.type == "cpu":
+        return shared | {name: machine[name] for name in ("cpu", "threads")}
+    return shared | {"gpu": machine["gpu"]}
 
 
 def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[str, Method]:

@@ -72,7 +72,9 @@ def run(cfg: TrainConfig) -> Path:
         best = validation.gains.max(dim=1).values
         figures: dict[str, float] = {
             "best epoch": trainer.best_epoch,
-            "validation regret": regret(trainer.scores(validation.features), validation.gains),
+            "validation regret, least of all epochs": regret(
+                trainer.scores(validation.features), validation.gains
+            ),
             "validation regret of the best fixed size": float(
                 (best - validation.gains[:, fixed]).mean()
             ),

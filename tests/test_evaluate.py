@@ -54,6 +54,13 @@ def test_by_hand() -> None:
     assert np.isnan(found.loc["mine", "recovered"]), "nothing to recover a share of"
 
 
+def test_a_tie_is_right_at_any_of_its_sizes() -> None:
+    whole = np.array([[2.0, 2.0], [1.0, 3.0]])
+    found = lines_of(Gains(whole, whole, whole), 1, mine=[1, 1], other=[0, 0])
+    assert found.loc["mine", "accuracy"] == found.loc["best fixed", "accuracy"] == 1
+    assert found.loc["other", "accuracy"] == 0.5
+
+
 def test_turns_of_one_conversation_are_one_piece_of_evidence() -> None:
     first, second = halves(100, 3, 0)
     once = score(Gains(first, first, second), turns_of(100), 0, {}, {})
@@ -161,7 +168,7 @@ def test_policies_that_a_sweep_replayed_are_lines_beside_the_sizes(
 
 
 def test_predicted_times_of_policies_are_those_of_the_same_answers(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [
         # prompt, seed, method, policy, size, committed, predicted seconds
@@ -179,15 +186,18 @@ def test_predicted_times_of_policies_are_those_of_the_same_answers(
         turn=0, repeat=0, status="ok", temperature=1.0
     )
     monkeypatch.setattr("blockpilot.reporting.replayed.read_records", lambda run: frame)
-    found = policy_gains([Path("run")], {"a": 10.0, "b": 100.0}, 8, timed=True)
+    found = policy_gains([Path("run")], {"a": 10.0, "b": 100.0}, 8, curve="x")
     assert found is not None
     # a: 2.5 tokens/s on both seeds where the fixed size has 2 and 3; b: the seed that both have.
     assert found["tree7"].to_dict() == pytest.approx({"a": 10, "b": 100 * 4 / 5})
-    taus = policy_gains([Path("run")], {"a": 3.5, "b": 1.5}, 8, timed=False)
+    taus = policy_gains([Path("run")], {"a": 3.5, "b": 1.5}, 8, curve=None)
     assert taus is not None
     assert taus["tree7"].to_dict() == pytest.approx({"a": 5, "b": 1.5 * 4 / 2})
+    (tmp_path / "settings.json").write_text('{"cost": "x"}')
+    assert policy_gains([tmp_path], {"a": 1.0, "b": 1.0}, 8, curve="x") is not None
+    assert policy_gains([tmp_path], {"a": 1.0, "b": 1.0}, 8, curve="y") is None, "another machine"
     frame.loc[1, "predicted_decode_s"] = np.nan
-    assert policy_gains([Path("run")], {"a": 1.0, "b": 1.0}, 8, timed=True) is None
+    assert policy_gains([Path("run")], {"a": 1.0, "b": 1.0}, 8, curve="x") is None
 
 
 def test_the_tuned_one_is_chosen_on_other_prompts_than_it_is_scored_on() -> None:

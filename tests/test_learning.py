@@ -247,7 +247,7 @@ def separable(n: int, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, 12, generator=generator)
     gains = torch.stack([logits[:, 3], torch.zeros(n), -logits[:, 3]], dim=1).double() + 3
-    origin = Origin((6, 8, 10), "t", 1000, "d", "draft", "argmax", "tau", 0.1, (), {})
+    origin = Origin((6, 8, 10), "t", 1000, "d", "draft", "argmax", "tau", 0.1, (), {}, None)
     names = [str(index) for index in range(n)]
     return Examples(
         origin,

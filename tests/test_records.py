@@ -280,6 +280,24 @@ def test_failed_prompts_run_again_and_skipped_ones_do_not(tmp_path: Path) -> Non
     assert sorted(read_records(tmp_path)["status"].unique()) == ["ok", "skipped"]
 
 
+def test_a_failure_does_not_hide_what_an_earlier_session_measured(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.append(make_row(0, size) for size in SIZES)
+        store.append(make_row(1, size) for size in SIZES)
+    before = read_records(tmp_path)
+    with open_store(tmp_path) as store:  # with one size more, which is too much
+        sizes = [*SIZES, 99]
+        store.append(failed_row(make_settings(0, s), RuntimeError("memory")) for s in sizes)
+        store.append(make_row(1, size) for size in sizes)
+    rows = read_records(tmp_path)
+    assert set(rows["status"]) == {"ok"}
+    first = rows[rows["prompt_id"] == "set/0"].reset_index(drop=True)
+    assert first.equals(before[before["prompt_id"] == "set/0"].reset_index(drop=True))
+    assert (rows["prompt_id"] == "set/1").sum() == len(SIZES) + 1
+    assert missing_prompts(tmp_path, expected_keys([0, 1], sizes)) == ["set/0"]
+    assert missing_prompts(tmp_path, expected_keys([0], SIZES)) == []
+
+
 def test_sessions_sort_by_age_even_if_the_clock_goes_back(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.close()

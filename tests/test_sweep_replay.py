@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,9 +188,29 @@ def test_the_least_certain_median_says_what_a_curve_can_tell_apart() -> None:
     rest = (0.0, 0.0, 0.0, 0.0)
     sure = CostPoint(1, 100, 25, 2.0, 2.0, 2.0, *rest)
     # Quartiles of a normal distribution with sigma 0.2 about 2: 0.2 / 5 times 1.2533, over 2.
-    unsure = CostPoint(8, 100, 25, 2.0, 1.8651, 2.1349, *rest)
+    unsure = CostPoint(8, 100, 1001, 2.0, 1.8651, 2.1349, *rest)
+    wanted = 0.2 / math.sqrt(1001) * math.sqrt(math.pi / 2) / 2
     assert CostCurve({}, {}, [sure]).uncertainty() == 0
-    assert CostCurve({}, {}, [sure, unsure]).uncertainty() == pytest.approx(0.025066, rel=1e-3)
+    assert CostCurve({}, {}, [sure, unsure]).uncertainty() == pytest.approx(wanted, rel=0.02)
+    # Of three numbers the quartiles lie closer: 0.846 sigma apart, and their median errs by 0.67.
+    three = CostPoint(8, 100, 3, 1.0, 1.0, 1.0846, *rest)
+    assert CostCurve({}, {}, [three]).uncertainty() == pytest.approx(0.067, rel=0.02)
+    once = CostPoint(8, 100, 1, 1.0, 1.0, 1.0, *rest)
+    assert math.isnan(CostCurve({}, {}, [once]).uncertainty()), "nothing is known of its spread"
+
+
+def test_a_prediction_counts_the_reading_of_the_prompt_once() -> None:
+    rest = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    points = [
+        CostPoint(size, context, 3, 1.0, *rest, start_s=0.0 if size == 1 else context / 100)
+        for size in (1, 8)
+        for context in (100, 200)
+    ]
+    curve = CostCurve({}, {}, points)
+    plain = Trace(committed=[1, 1], verified=[1, 1], drafted=[0, 0])
+    assert curve.predicted(plain, 150, trees=False) == {"predicted_decode_s": 2}
+    drafted = Trace(committed=[3, 1, 2], verified=[8, 1, 8], drafted=[7, 0, 7])
+    assert curve.predicted(drafted, 150, trees=False) == {"predicted_decode_s": 3 + 1.5}
 
 
 def test_a_method_without_a_cost_is_refused_before_the_first_prompt(tmp_path: Path) -> None:

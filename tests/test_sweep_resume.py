@@ -27,7 +27,9 @@ from stages_kit import (
 )
 
 from blockpilot import sweep
+from blockpilot.errors import UserError
 from blockpilot.prompts.base import Prompt
+from blockpilot.provenance import facts
 from blockpilot.records.schema import TIMES
 from blockpilot.records.store import read_records
 from blockpilot.runtime import meet
@@ -82,6 +84,38 @@ def assert_same(folder: Path, whole: Path, n_prompts: int = len(PROMPTS)) -> Non
     for name, tensors in wanted.items():
         for key, tensor in tensors.items():
             assert torch.equal(found[name][key], tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("decoding.temperature=0.5", "temperature=1.0, this run has 0.5"),
+        ("decoding.max_new_tokens=5", "max_new_tokens=4, this run has 5"),
+        ("dtype=float32", "dtype=float64, this run has float32"),
+        ("mode=replay", "mode=decode, this run has replay"),
+    ],
+)
+def test_rows_of_other_settings_are_refused_before_anything_is_measured(
+    whole: Path, change: str, told: str
+) -> None:
+    given = [*arguments(whole.parents[1]), change]
+    with pytest.raises(UserError, match=f"rows in .* made with {told}; choose another run_id"):
+        performed(sweep.run, "sweep", *given)
+
+
+def test_times_of_another_machine_are_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "facts", lambda device: {**facts(device), "cpu": "an abacus"})
+    with pytest.raises(UserError, match=r"rows in .* made with cpu=.*, this run has an abacus"):
+        performed(sweep.run, "sweep", *arguments(whole.parents[1]))
+
+
+def test_fewer_methods_than_before_are_told(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    performed(sweep.run, "sweep", *arguments(tmp_path), "prompts.limit=1", "sizes=[3]")
+    assert "have no" not in caplog.text
+    performed(sweep.run, "sweep", *arguments(tmp_path), "prompts.limit=2")
+    assert "prompts measured now have no ['dflash3'], as rows of before" in caplog.text
 
 
 class Watch:

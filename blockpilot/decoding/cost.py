@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from blockpilot.errors import UserError
 from blockpilot.provenance import facts
 
 PARTS = ("draft_s", "verify_s", "policy_s", "other_s")
-_IQR_OF_NORMAL = 1.349  # in standard deviations
 _AFTER_DRAFT = ("verify_s", "policy_s", "other_s")
 
 
@@ -31,7 +31,8 @@ class CostPoint:
     """Seconds per cycle at one block size and context length; medians over repeats.
 
     `cycle_s` is the decode loop's whole cycle, with its quartiles; the parts are medians of their
-    own and need not add up to it.
+    own and need not add up to it. The drafter's reading of the prompt, once per answer, is in no
+    cycle but in `start_s`.
     """
 
     block_size: int
@@ -45,6 +46,7 @@ class CostPoint:
     policy_s: float
     other_s: float
     tree: bool = False  # `block_size` positions of a tree from a trained block, the anchor counted
+    start_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,10 @@ class CostCurve:
         return float(np.interp(size, sizes, at))
 
     def predicted(self, trace: Trace, n_prompt_tokens: int, *, trees: bool) -> dict[str, float]:
-        """Record column of a replayed trace: the seconds that its cycles would have taken."""
+        """Record column of a replayed trace: the seconds that its decoding would have taken."""
         seconds, position = 0.0, n_prompt_tokens
+        if any(trace.drafted):
+            seconds += self._start_seconds(position)
         cycles = zip(trace.drafted, trace.verified, trace.committed, strict=True)
         for drafted, verified, committed in cycles:
             if trees:
@@ -102,17 +106,25 @@ class CostCurve:
             position += committed
         return {"predicted_decode_s": seconds}
 
-    def uncertainty(self) -> float:
-        """Standard error of the least certain median cycle, as a share of it.
+    def _start_seconds(self, context: int) -> float:
+        """Seconds in which the drafter reads a prompt: it does so alike at every size."""
+        contexts = sorted({point.context for point in self.points})
+        measured = [
+            [p.start_s for p in self.points if p.context == each and p.block_size > 1]
+            for each in contexts
+        ]
+        return float(np.interp(context, contexts, [np.median(each or [0.0]) for each in measured]))
 
-        That of a normal sample of n, sqrt(pi / 2) sigma / sqrt(n), with sigma from the quartiles.
+    def uncertainty(self) -> float:
+        """Standard error of the least certain median cycle, as a share of it, from its quartiles.
+
+        As if repeats were normal; NaN with a single one.
         """
-        return max(
-            math.sqrt(math.pi / 2)
-            * (point.cycle_s_q75 - point.cycle_s_q25)
-            / (_IQR_OF_NORMAL * math.sqrt(point.repeats) * point.cycle_s)
-            for point in self.points
-        )
+        shares = []
+        for point in self.points:
+            spread = point.cycle_s_q75 - point.cycle_s_q25
+            shares.append(_error_per_spread(point.repeats) * spread / point.cycle_s)
+        return float(np.max(shares))
 
     def digest(self) -> str:
         """Twelve hex digits that change with the curve."""
@@ -121,6 +133,16 @@ class CostCurve:
     def to_json(self) -> str:
         """Text of a curve's file."""
         return json.dumps(asdict(self), indent=1) + "\n"
+
+
+@lru_cache
+def _error_per_spread(n: int) -> float:
+    """Standard deviation of the median of n normal numbers over their mean interquartile range."""
+    if n < 2:
+        return math.nan
+    draws = np.random.default_rng(0).standard_normal((20_000, n))
+    low, middle, high = np.quantile(draws, [0.25, 0.5, 0.75], axis=1)
+    return float(middle.std() / (high - low).mean())
 
 
 def cost_settings(target: TargetModel, drafter: Drafter) -> dict[str, Any]:

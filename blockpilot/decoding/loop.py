@@ -77,12 +77,13 @@ def decode(
         run.clock.mark("policy")
         if method.policy.speculates:
             method.drafter.start(view, run.cache.capacity)
-        run.clock.mark("draft")
+        run.clock.mark("start")
     while not run.trace.stop_reason:
         view = run.cycle(view)
     run.trace.decode_s, parts = run.clock.finish()
     for part, seconds in parts.items():
         setattr(run.trace, f"{part}_s", seconds)
+    run.trace.draft_s += run.trace.start_s
     return run.trace
 
 

@@ -107,6 +107,7 @@ class Trace:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     draft_s: float = 0.0
+    start_s: float = 0.0  # of draft_s: the drafter's reading of the prompt
     verify_s: float = 0.0
     policy_s: float = 0.0
     other_s: float = 0.0

@@ -6,10 +6,11 @@ next one, with any number of ranks, asks `missing_prompts` and goes on. When a s
 ends well its parts are merged into one.
 
 Which rows count, when a folder holds several: per group (prompt and shared settings, see schema)
-**only the rows of the newest session that wrote to the group**, because speedups join within a
-session. So a prompt is done when that session holds every expected key and none failed; otherwise
-all its methods run again and the new session's rows supersede the old ones, which stay in the rank
-files but are no longer read. Write all rows of a prompt with one `append`.
+**only the rows of one session, the newest that wrote to the group without a failure**, because
+speedups join within a session; the newest of all where each failed. So a prompt is done when that
+session holds every expected key and none failed; otherwise all its methods run again and the new
+session's rows supersede the old ones, which stay in the rank files but are no longer read. Write
+all rows of a prompt with one `append`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ T = TypeVar("T")
 
 _STAMP = "%Y%m%dT%H%M%S.%fZ"
 _READ_TRIES, _READ_PAUSE_S = 100, 0.05  # a rank that resumes may merge hundreds of parts
+_COUNTING = ["key", "group_key", "session_id", "status"]
 _ORDER = ["prompt_id", "turn", "repeat", "method", "block_size", "key"]
 
 
@@ -185,7 +187,7 @@ def read_table(folder: Path, columns: Sequence[str] | None = None) -> pa.Table:
     Raises UserError naming a file that is broken or of another schema.
     """
     wanted = SCHEMA.names if columns is None else list(columns)
-    needed = list(dict.fromkeys([*wanted, "key", "group_key", "session_id"]))
+    needed = list(dict.fromkeys([*wanted, *_COUNTING]))
     tables = [SCHEMA.empty_table().select(needed)]
     for rank_folder in _rank_folders(folder):
         tables += _read_rank(rank_folder, needed)
@@ -244,10 +246,12 @@ def missing_prompts(folder: Path, expected: Mapping[str, Collection[str]]) -> li
 
 
 def _rows_that_count(table: pa.Table) -> pa.Array:
-    """Positions of the newest session's rows per group; a row stored twice counts once."""
-    frame = table.select(["key", "group_key", "session_id"]).to_pandas()
-    newest = frame.groupby("group_key")["session_id"].transform("max")
-    frame = frame[frame["session_id"] == newest]
+    """Positions of the rows of one session per group; a row stored twice counts once."""
+    frame = table.select(_COUNTING).to_pandas()
+    failed = frame["status"].eq("failed").groupby([frame["group_key"], frame["session_id"]])
+    # Sessions sort by their time: those without a failure after all others.
+    rank = failed.transform("max").map({True: "0", False: "1"}) + frame["session_id"]
+    frame = frame[rank == rank.groupby(frame["group_key"]).transform("max")]
     return _positions(frame.drop_duplicates(["session_id", "key"], keep="last"))
 
 

@@ -57,8 +57,8 @@ def evaluate(
     `others` gains [P] of methods that choose no size. Columns: method, gain, difference with
     difference_low/high (95%, bootstrap over prompts, paired), detectable (the smallest difference
     that this many prompts show in four of five trials), recovered (share of the cross-fitted
-    oracle's gain; NaN where that gains nothing), accuracy (share of examples whose best size was
-    chosen) and regret.
+    oracle's gain; NaN where that gains nothing), accuracy (share of examples for which a best
+    size was chosen) and regret.
     """
     whole, n = gains.whole, len(gains.whole)
     rows = np.arange(n)
@@ -68,7 +68,7 @@ def evaluate(
     def line(name: str, values: Floats, chosen: Ints | None = None) -> dict[str, float | str]:
         found = _line(name, _by_prompt(values, turns), _by_prompt(base, turns))
         if chosen is not None:
-            found["accuracy"] = float((chosen == best).mean())
+            found["accuracy"] = float((values == whole.max(axis=1)).mean())
             found["regret"] = float(_by_prompt(whole.max(axis=1) - values, turns).mean())
         return found
 

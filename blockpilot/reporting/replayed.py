@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -21,14 +22,15 @@ _ANSWER = ["example", "seed", "repeat"]
 
 
 def policy_gains(
-    runs: Sequence[Path], base: Mapping[str, float], size: int, *, timed: bool
+    runs: Sequence[Path], base: Mapping[str, float], size: int, *, curve: str | None
 ) -> pd.DataFrame | None:
     """Gain of every policy in the runs, examples x methods; NaN where a method has no row.
 
-    `base` maps examples (`example_names`) to the gain of the fixed block size `size`: tau, or with
-    `timed` tokens per second. A policy's is that, times the ratio of what both gain on the same
-    answers, averaged over their seeds: tokens per cycle, or per predicted second. None where the
-    runs hold no policy, or no predicted times though they are needed.
+    `base` maps examples (`example_names`) to the gain of the fixed block size `size`: tau, or
+    tokens per second by the cost curve of the digest `curve`. A policy's is that, times the ratio
+    of what both gain on the same answers, averaged over their seeds: tokens per cycle, or per
+    predicted second. None where the runs hold no policy, or no times predicted by that curve
+    though they are needed.
     """
     rows = with_cycles(pd.concat([read_records(run) for run in runs], ignore_index=True))
     rows = rows[rows["n_cycles"] > 0]
@@ -36,7 +38,11 @@ def policy_gains(
     own = rows["policy"] != "fixed"
     if not own.any():
         return None
-    if timed:
+    if curve is not None:
+        others = [run for run in runs if curve_of(run) not in (None, curve)]
+        if others:
+            log.warning("no line for policies: times of %s are of another cost curve", others[0])
+            return None
         if rows.loc[own, "predicted_decode_s"].isna().any():
             log.warning("no line for policies: sweep with cost=<curve> for their predicted times")
             return None
@@ -46,6 +52,13 @@ def policy_gains(
     means = both.groupby(["example", "method"])[["gain", "gain_fixed"]].mean()
     ratios = (means["gain"] / means["gain_fixed"]).unstack()
     return ratios.mul(pd.Series(base), axis=0)
+
+
+def curve_of(run: Path) -> str | None:
+    """Digest of the cost curve that predicted the times of a replayed sweep, if one did."""
+    file = run / "settings.json"
+    found = json.loads(file.read_text(encoding="utf-8")).get("cost") if file.exists() else None
+    return None if found is None else str(found)
 
 
 def with_tuned(

@@ -51,6 +51,7 @@ class Origin:
     sharpness: float
     runs: tuple[str, ...]
     settings: dict[str, Any]  # those that all rows share, by the records' column names
+    cost: str | None  # digest of the curve that tokens per second are by
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,12 @@ def gather(
         chosen = sorted(set(sizes)) if sizes else [size for size in measured if size > 1]
     if missing := sorted(set(chosen) - set(measured)):
         raise UserError(f"sizes={list(chosen)}: the runs measured {measured}, not {missing}")
+    curve = None
+    if objective == "throughput":
+        if cost is None:
+            raise UserError("objective=throughput: give cost=<file of python -m blockpilot.cost>")
+        pair = {name: first[name] for name in ("target", "drafter", "temperature")}
+        curve = load_cost(cost, pair)
     origin = Origin(
         sizes=tuple(chosen),
         target=str(first["target"]),
@@ -157,6 +164,7 @@ def gather(
         sharpness=sharpness,
         runs=tuple(map(str, folders)),
         settings=json.loads(first[shared].to_json()),
+        cost=None if curve is None else curve.digest(),
     )
     tables = [example_taus(records, chosen), *half_taus(records, chosen)]
     index = tables[0].index
@@ -166,10 +174,7 @@ def gather(
         log.warning("%d examples left out: without a cycle, or not measured at all sizes", lost)
     rows = _one_row_each(folders, frames, index)
     lengths = rows["n_prompt_tokens"].astype(int).to_numpy()
-    pair = {"target": origin.target, "drafter": first["drafter"]}
-    pair["temperature"] = origin.settings["temperature"]
-    curve = None if cost is None else load_cost(cost, pair)
-    seconds = _cycle_seconds(chosen, lengths, objective, curve, trained if cut else None)
+    seconds = _cycle_seconds(chosen, lengths, curve, trained if cut else None)
     taus = [torch.from_numpy(table.reindex(index).to_numpy().copy()) for table in tables]
     prefills = [read_prefill(Path(row["folder"]), row) for _, row in rows.iterrows()]  # type: ignore[arg-type]
     return Examples(
@@ -230,18 +235,16 @@ def _one_row_each(
 def _cycle_seconds(
     sizes: Sequence[int],
     lengths: np.ndarray,
-    objective: str,
     cost: CostCurve | None,
     drafted: int | None,
 ) -> Tensor:
-    """What a cycle costs [P, m], taken at the prompt's length; ones for objective=tau.
+    """What a cycle costs [P, m], taken at the prompt's length; ones without a curve.
 
+    The drafter's reading of the prompt, once per answer and not per cycle, is left out.
     `drafted` is the block that every size is cut from, None where each drafts its own.
     """
-    if objective == "tau":
-        return torch.ones(len(lengths), len(sizes), dtype=torch.float64)
     if cost is None:
-        raise UserError("objective=throughput: give cost=<file of python -m blockpilot.cost>")
+        return torch.ones(len(lengths), len(sizes), dtype=torch.float64)
 
     def of(size: int, length: int) -> float:
         if drafted is None or size == 1:
