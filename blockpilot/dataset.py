@@ -59,7 +59,7 @@ def dataset_table(examples: Examples) -> Table:
     for figure in dict.fromkeys(key for column in columns.values() for key in column):
         table.add_row(figure, *(columns[name].get(figure, "-") for name in SPLITS))
     table.caption = (
-        "luck null: oracle of prompts that all prefer the same sizes; cross-fitted: size chosen on "
+        "by luck: oracle of prompts that all prefer the same sizes; cross-fitted: size chosen on "
         "one half of each answer and scored on the other, beside the best fixed size so scored"
     )
     return table
@@ -73,7 +73,8 @@ def _figures(examples: Examples) -> dict[str, str]:
     ties = ((gains == gains.max(axis=1, keepdims=True)).sum(axis=1) > 1).mean()
     counts = np.bincount(best, minlength=len(sizes))
     halved = ~examples.first_half.isnan().any(dim=1)
-    halves = [half[halved].numpy() for half in (examples.first_half, examples.second_half)]
+    whole_halves = [half.numpy() for half in (examples.first_half, examples.second_half)]
+    halves = [half[halved.numpy()] for half in whole_halves]
     figures = {
         "examples": str(len(examples)),
         "labels per size": " ".join(map(str, counts)),
@@ -84,10 +85,13 @@ def _figures(examples: Examples) -> dict[str, str]:
     }
     if halved.any():
         same = np.mean([half[:, fixed].mean() for half in halves])
+        figures["oracle by luck alone"] = f"{labels.luck(gains, *whole_halves).mean():.3f}"
         figures["cross-fitted (fixed)"] = f"{labels.cross_fitted(*halves):.3f} ({same:.3f})"
     if len(sizes) > 1:
         null = labels.luck_null(gains)
-        figures["luck null"] = f"{null.mean:.3f} +- {null.std:.3f}, p = {null.p_value:.2f}"
+        figures["its bound by permutation"] = (
+            f"{null.mean:.3f} +- {null.std:.3f}, p = {null.p_value:.2f}"
+        )
     return figures
 
 

@@ -38,7 +38,6 @@ from blockpilot.reporting.evaluation import (
     evaluation_table,
     narrow,
     timed_table,
-    weights_of,
 )
 from blockpilot.reporting.hindsight import per_cycle_gains
 from blockpilot.reporting.replayed import policy_gains, with_tuned
@@ -130,10 +129,6 @@ def scored(
         told = f" ({n_turns} turns)" if n < n_turns else ""
         title = f"{name}: {n} prompts{told}, best fixed size of the policy split {size}"
         Console().print(evaluation_table(lines, title, unit))
-        if len(origin.sizes) > 1:
-            null = labels.luck_null(whole, weights_of(turns))
-            log.info("oracle by luck alone: %.3f +- %.3f, p = %.2f", *_values(null))
-            lines = lines.assign(luck_null=null.mean, luck_null_std=null.std)
         yield lines.assign(prompt_set=name, prompts=n, fixed_size=size, unit=unit)
 
 
@@ -179,10 +174,6 @@ def facts_of(item: tuple[str, BlockSizePolicy]) -> dict[str, str | int | float]:
     for key in ("features", "hidden", "depth", "label", "objective"):
         facts[key] = getattr(config, key)
     return facts
-
-
-def _values(null: labels.LuckNull) -> tuple[float, float, float]:
-    return null.mean, null.std, null.p_value
 
 
 def chosen_sizes(policy: BlockSizePolicy, test: Examples) -> Ints:

@@ -52,7 +52,6 @@ _KEPT = {  # columns of an evaluation that its table shows, and how
     "recovered": "{:.0%}",
     "accuracy": "{:.0%}",
     "regret": "{:.3f}",
-    "luck_null": "{:.3f}",
 }
 
 
@@ -129,7 +128,8 @@ def evaluation_sections(run: Path) -> Iterator[Section]:
             f"difference: over the policy split's best fixed size ({lines['fixed_size'].iloc[0]}), "
             "with a paired 95% interval; the cross-fitted oracle's is on halves of answers. "
             "detectable: the smallest difference that so many prompts show in four of five trials. "
-            "luck_null: the oracle of prompts that all prefer the same sizes."
+            "By luck alone: the oracle of prompts that all prefer the same sizes and differ by the "
+            "noise that the halves of each answer show."
         ],
         table=table,
         data=lines,

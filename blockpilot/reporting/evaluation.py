@@ -6,7 +6,6 @@ that it got on each. Everything is compared with one fixed size, chosen before, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,6 +80,9 @@ def evaluate(
     lines.append(line("uniform random", whole.mean(axis=1)))
     lines += [] if crossed is None else [crossed]
     lines.append(line("oracle", whole[rows, best], best))
+    lucky = labels.luck(whole, gains.first, gains.second)
+    lines.append(line("oracle, by luck alone", lucky))
+    lines.append(line("oracle, less its luck", base + whole.max(axis=1) - lucky))
     lines += [line(name, values) for name, values in others.items()]
     return pd.DataFrame(lines)
 
@@ -90,13 +92,6 @@ def _by_prompt(values: Floats, turns: Turns) -> Floats:
     examples = pd.Series(values, index=pd.MultiIndex.from_tuples(turns))
     means = examples.groupby(level=[0, 1], sort=False).mean()
     return np.asarray(means.groupby(level=0, sort=False).mean(), dtype=np.float64)
-
-
-def weights_of(turns: Turns) -> Floats:
-    """What each example [P] counts for where every conversation counts once."""
-    seeds = Counter(turns)
-    per_prompt = Counter(prompt for prompt, _ in seeds)
-    return np.array([1 / (seeds[turn] * per_prompt[turn[0]]) for turn in turns])
 
 
 def _cross_fitted(gains: Gains, turns: Turns, fixed: int) -> dict[str, float | str] | None:

@@ -95,29 +95,30 @@ def oracle_and_luck(axes: Axes, records: pd.DataFrame) -> str | None:
     if taus.shape[1] < 2 or len(taus) < 2:
         return None
     gains = taus.to_numpy(dtype=np.float64)
-    null = labels.luck_null(gains)
     halves = [
-        part.to_numpy()
+        part.reindex(taus.index).to_numpy(dtype=np.float64)
         for part in half_taus(records, [int(size) for size in taus.columns.to_numpy()])
     ]
-    if not len(halves[0]):
+    halved = np.isfinite(halves[0] + halves[1]).all(axis=1)
+    if not halved.any():
         return None
+    by_luck = labels.luck(gains, *halves)
+    halves = [half[halved] for half in halves]
     fixed = labels.best_fixed(gains)
     bars = {
         "best fixed": gains[:, fixed].mean(),
         "oracle": labels.oracle(gains),
-        "luck alone": null.mean,
+        "luck alone": by_luck.mean(),
         "best fixed,\non halves": np.mean([half[:, fixed].mean() for half in halves]),
         "cross-fitted\noracle": labels.cross_fitted(*halves),
     }
-    spread = [0.0, 0.0, 1.96 * null.std, 0.0, 0.0]
-    axes.bar(list(bars), list(bars.values()), yerr=spread, capsize=4)
+    axes.bar(list(bars), list(bars.values()))
     axes.set(ylabel="tau", ylim=(0.9 * min(bars.values()), 1.03 * max(bars.values())))
     axes.tick_params(axis="x", labelsize="small")
     return (
         f"The oracle of {len(taus)} prompts beside that of prompts which all prefer the same sizes "
-        f"(p = {null.p_value:.2f}), and beside one that chooses on one half of an answer and is "
-        "scored on the other. The axis does not begin at 0."
+        "and differ by the noise that the halves of each answer show, and beside one that chooses "
+        "on one half of an answer and is scored on the other. The axis does not begin at 0."
     )
 
 
