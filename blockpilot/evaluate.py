@@ -78,7 +78,8 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
     if policies:
         table = table.merge(pd.DataFrame(map(facts_of, policies.items())), how="left", on="method")
     if examples.origin.objective != "tau":
-        log.info("tokens/s by cycle costs; only timed=<decoded sweep> counts the predictions")
+        told = "tokens/s by cycle costs, without what predicting a size or cutting a block takes"
+        log.info("%s; timed=<decoded sweep> counts all", told)
     folder = Path(cfg.paths.outputs) / "evaluate" / cfg.run_id
     make_folder(folder)
     write_csv(table, folder / "evaluation.csv")
