@@ -89,7 +89,7 @@ def _figures(examples: Examples) -> dict[str, str]:
         figures["cross-fitted (fixed)"] = f"{labels.cross_fitted(*halves):.3f} ({same:.3f})"
     if len(sizes) > 1:
         null = labels.luck_null(gains)
-        figures["its bound by permutation"] = (
+        figures["luck, bound by permutation"] = (
             f"{null.mean:.3f} +- {null.std:.3f}, p = {null.p_value:.2f}"
         )
     return figures
