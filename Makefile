@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+PROCESSES ?= 2
 STAMP := $(VENV)/.installed
 LOCAL := local_table1 local_mixed local_policies $(patsubst conf/experiment/%.yaml,%,$(wildcard conf/experiment/local_ablation_*.yaml))
 
@@ -27,7 +28,7 @@ run: setup ## Learn and measure the block size on the local pair in miniature, w
 	$(PY) -m blockpilot.pipeline experiment=local_quick
 
 reproduce-local: setup ## The local pair's tables in full: hours; give GSM8K and MT-Bench in BLOCKPILOT_PROMPTS
-	for name in $(LOCAL); do $(PY) -m blockpilot.pipeline experiment=$$name || exit; done
+	for name in $(LOCAL); do $(PY) -m blockpilot.pipeline experiment=$$name processes=$(PROCESSES) || exit; done
 
 test: setup ## Run the tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile

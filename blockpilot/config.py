@@ -217,6 +217,7 @@ class PipelineConfig(JobConfig):
     """Schema of conf/pipeline.yaml."""
 
     plan: bool
+    processes: int  # of a step that replays or distills
     records: PipelineRecords  # its steps come first
     steps: list[str]  # a stage and its options each
     extra: dict[str, list[str]]  # further options for every step of a stage

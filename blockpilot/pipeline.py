@@ -4,9 +4,10 @@
     python -m blockpilot.pipeline experiment=local_table1 'extra.sweep=["prompts.limit=4"]'
 
 A step is what a person would type after `python -m blockpilot.`: a stage and its options. Steps run
-in this process. <paths.outputs>/pipeline/<run id>/steps.json says which are done; a step that was
-interrupted continues as its own stage does, and one whose command changed runs again with all
-after it.
+in this process; with `processes=4` those that replay or distill share their work among four, as
+under torchrun, and what is timed still has one. <paths.outputs>/pipeline/<run id>/steps.json says
+which are done; a step that was interrupted continues as its own stage does, and one whose command
+changed runs again with all after it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import importlib
 import json
 import logging
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -85,7 +88,10 @@ def run(cfg: PipelineConfig) -> list[Step]:
         log.info(told)
         begin = time.monotonic()
         try:
-            _perform(commands[number], composed[number])
+            if cfg.processes > 1 and _shareable(commands[number][0], composed[number]):
+                _share(commands[number], cfg.processes)
+            else:
+                _perform(commands[number], composed[number])
         except (UserError, IncompleteError) as error:
             raise type(error)(f"{told}: {error}") from error
         done.append(Step(wanted[number].command, round(time.monotonic() - begin, 1)))
@@ -133,6 +139,19 @@ def _composed(words: Sequence[str]) -> Any:
     except (UserError, HydraException) as error:
         told = error if isinstance(error, UserError) else explain(error)
         raise UserError(f"{shlex.join(words)}: {told}") from error
+
+
+def _shareable(stage_name: str, cfg: Any) -> bool:
+    """Whether a step may have several processes: beside each other they would spoil its times."""
+    return stage_name == "distill" or (stage_name == "sweep" and cfg.mode == "replay")
+
+
+def _share(words: Sequence[str], processes: int) -> None:
+    """Run a command in processes of their own, which know of each other and keep its status."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    ended = subprocess.run([*launcher, "-m", f"blockpilot.{words[0]}", *words[1:]])
+    if ended.returncode:
+        raise IncompleteError(f"its processes ended with exit status {ended.returncode}")
 
 
 def _perform(words: Sequence[str], cfg: JobConfig) -> None:

@@ -68,6 +68,7 @@ RULES = (
     at_least("prompts.limit", 1),
     Rule("seed", lambda value: 0 <= value < 2**32, "a whole number >= 0 and < 2**32"),
     at_least("threads", 1),
+    at_least("processes", 1),
     matches("device", r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:<index>"),
     one_of("dtype", ("auto", *DTYPES)),
     one_of("model.dtype", DTYPES),

@@ -6,10 +6,12 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from stages_kit import TINY, command, environment, performed, sweep_arguments, write_prompts
 from test_learning import SMALL, arguments
@@ -21,6 +23,7 @@ from blockpilot.paths import conf_dir
 from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.composed import ComposedSet
 from blockpilot.prompts.docstrings import DocstringSet
+from blockpilot.runtime import IncompleteError
 
 HEAD = re.compile(r"-m blockpilot\.pipeline experiment=([\w-]+)$", re.MULTILINE)
 EXPERIMENTS = [
@@ -94,6 +97,30 @@ def test_a_step_that_fails_is_told_with_its_command_and_keeps_what_is_done(
     assert len(json.loads((tmp_path / "pipeline/pipe/steps.json").read_text())) == 2
     status = json.loads((tmp_path / "train/run/status.json").read_text())
     assert (status["status"], status["error"]) == ("failed", "no luck today")
+
+
+def test_what_replays_shares_its_work_and_what_is_timed_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: list[list[str]] = []
+    monkeypatch.setattr(pipeline, "_perform", lambda words, cfg: alone.append(words))
+    performed(pipeline.run, "pipeline", *given(tmp_path, "processes=2"))
+    assert [words[0] for words in alone] == ["dataset", "train", "report"]
+    rows = pd.read_parquet(tmp_path / "sweep/run/records.parquet")
+    assert set(rows["rank"]) == {0, 1}
+    assert set(rows["world_size"]) == {2}
+    alone.clear()
+    timed = [*given(tmp_path, "processes=2"), 'extra.sweep=["mode=decode"]', "run_id=timed"]
+    performed(pipeline.run, "pipeline", *timed)
+    assert [words[0] for words in alone] == ["sweep", "dataset", "train", "report"]
+
+
+def test_processes_that_fail_are_told_with_their_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(IncompleteError, match=r"^step 1 of 4: sweep .*: its processes ended with "):
+        performed(pipeline.run, "pipeline", *given(tmp_path, "processes=2"))
 
 
 @pytest.mark.parametrize(
