@@ -177,6 +177,7 @@ class TrainConfig(JobConfig):
     tracker: Any
     predictor: PredictorSettings
     epochs: int
+    patience: int | None
     batch_size: int
     learning_rate: float
     shuffle_labels: bool  # a control: what a predictor that cannot know anything gets

@@ -100,6 +100,7 @@ RULES = (
     at_least("predictor.depth", 0),
     Rule("predictor.dropout", lambda value: 0 <= value < 1, "a number >= 0 and < 1"),
     at_least("epochs", 1),
+    at_least("patience", 1),
     at_least("batch_size", 1),
     matches("paths.outputs", r".*\S.*", "a folder"),
     matches("run_id", r"\w[\w.-]*", "letters, digits, '-', '_' and '.'"),

@@ -72,6 +72,7 @@ def run(cfg: TrainConfig) -> Path:
         best = validation.gains.max(dim=1).values
         figures: dict[str, float] = {
             "best epoch": trainer.best_epoch,
+            "epochs": trainer.epoch,
             "validation regret, least of all epochs": regret(
                 trainer.scores(validation.features), validation.gains
             ),

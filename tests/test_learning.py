@@ -310,6 +310,24 @@ def test_an_interrupted_training_ends_with_the_same_bits(
         performed(train.run, "train", *given, "learning_rate=1e-3")
 
 
+def test_training_stops_when_enough_epochs_were_in_vain(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = iter([0.5, 0.2, 0.3, 0.2, 0.4])  # a regret that is only as small is none smaller
+    passes, one_pass = [], PredictorTrainer._pass
+    monkeypatch.setattr("blockpilot.training.predictor.regret", lambda *_: next(told))
+    monkeypatch.setattr(
+        PredictorTrainer, "_pass", lambda *given: passes.append(0) or one_pass(*given)
+    )
+    given = [f"dataset={folder}/dataset/run", *SMALL, "patience=3", *outputs(tmp_path)]
+    place = performed(train.run, "train", *given)
+    weights = (place / "model.safetensors").read_bytes()
+    assert (len(passes), next(told, "all asked for")) == (5, "all asked for")
+    assert performed(train.run, "train", *given) == place
+    assert len(passes) == 5, "a training that stopped is not taken up again"
+    assert (place / "model.safetensors").read_bytes() == weights
+
+
 def test_a_saved_policy_is_the_same_policy(folder: Path, tmp_path: Path) -> None:
     policy = BlockSizePolicy.from_pretrained(str(folder / "train/run/predictor"))
     policy.save_pretrained(tmp_path / "copy")

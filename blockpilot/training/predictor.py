@@ -86,6 +86,7 @@ def regret(scores: Tensor, gains: Tensor) -> float:
 class PredictorTrainer:
     """Trains a net in float32, on a GPU under bf16 autocast; keeps the weights of the least regret.
 
+    It stops when `patience` epochs have brought no smaller regret on the validation split.
     `resume`, `run` and a checkpoint per tenth of the epochs make an interruptible job of it.
     """
 
@@ -115,17 +116,18 @@ class PredictorTrainer:
                 "the examples are others than those of the checkpoint: training from the start"
             )
             return
-        self.net.load_state_dict(state["net"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if (optimizer := state["optimizer"]) is not None:  # not finished
+            self.net.load_state_dict(state["net"])
+            self.optimizer.load_state_dict(optimizer)
         self.epoch, self.best_epoch = state["epoch"], state["best_epoch"]
         self.best_regret, self.best = state["best_regret"], state["best"]
         log.info("continuing at epoch %d", self.epoch)
 
     def run(self, train: Data, validation: Data, tracker: Tracker) -> None:
-        """Train to the last epoch and leave the best epoch's weights in the net."""
+        """Train until it stops and leave the best epoch's weights in the net."""
         if not self.epoch:
             self.standardize(train.features)
-        while self.epoch < self.cfg.epochs:
+        while not self.finished:
             loss = self._pass(train)
             self.epoch += 1
             scores = self.scores(validation.features)
@@ -137,8 +139,16 @@ class PredictorTrainer:
             if self.epoch % max(1, self.cfg.epochs // 10) == 0:
                 log.info("epoch %d  loss %.4f  validation regret %.4f", self.epoch, loss, found)
                 self._save()
+        self._save()
         self.net.load_state_dict(self.best)
         self.net.eval()
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done, or enough of them in vain."""
+        patience = self.cfg.patience
+        in_vain = patience is not None and self.epoch - self.best_epoch >= patience
+        return in_vain or self.epoch >= self.cfg.epochs
 
     @torch.no_grad()
     def scores(self, features: Tensor) -> Tensor:
@@ -174,10 +184,11 @@ class PredictorTrainer:
         yield from torch.randperm(n, generator=generator).to(self.device).split(self.cfg.batch_size)
 
     def _save(self) -> None:
+        """Write the checkpoint; of a finished training only the best weights, a quarter of it."""
         state = {
             "examples": self.examples,
-            "net": self.net.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "net": None if self.finished else self.net.state_dict(),
+            "optimizer": None if self.finished else self.optimizer.state_dict(),
             "epoch": self.epoch,
             "best_epoch": self.best_epoch,
             "best_regret": self.best_regret,
