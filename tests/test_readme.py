@@ -1,4 +1,4 @@
-"""F25: the commands of the README are the tested ones."""
+"""F25: the commands of the README and of the results are the tested ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from blockpilot.paths import conf_dir
 ROOT = Path(__file__).parents[1]
 COMMAND = re.compile(r"^ {4}.*-m blockpilot\.(\w+) ?(.*)$", re.MULTILINE)
 README = (ROOT / "README.md").read_text()
+RESULTS = (conf_dir() / "experiment/README.md").read_text()
 
 
-def commands() -> list[tuple[str, str]]:
-    return [(stage, rest.split("  #")[0].strip()) for stage, rest in COMMAND.findall(README)]
+def commands(text: str) -> list[tuple[str, str]]:
+    return [(stage, rest.split("  #")[0].strip()) for stage, rest in COMMAND.findall(text)]
 
 
-@pytest.mark.parametrize(("stage", "arguments"), commands())
+@pytest.mark.parametrize(("stage", "arguments"), commands(README) + commands(RESULTS))
 def test_f25_every_command_composes_and_fits_its_schema(stage: str, arguments: str) -> None:
     overrides = [word for word in shlex.split(arguments) if word != "-m"]
     overrides = [word.replace("<name>", "qwen3-4b") for word in overrides]
@@ -37,12 +38,13 @@ def test_f25_every_command_composes_and_fits_its_schema(stage: str, arguments: s
 
 
 def test_the_readme_shows_every_stage_and_both_commands() -> None:
-    assert {stage for stage, _ in commands()} == set(SCHEMAS)
+    assert {stage for stage, _ in commands(README)} == set(SCHEMAS)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in re.findall(r"^ {4}make ([\w-]+)", README, re.MULTILINE):
         assert target in targets
 
 
 def test_files_that_the_readme_names_exist() -> None:
-    for name in re.findall(r"\]\(([\w./-]+)\)", README):
-        assert (ROOT / name).exists(), name
+    for folder, text in ((ROOT, README), (conf_dir() / "experiment", RESULTS)):
+        for name in re.findall(r"\]\(([\w./-]+)\)", text):
+            assert (folder / name).exists(), name
