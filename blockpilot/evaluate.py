@@ -41,13 +41,12 @@ from blockpilot.reporting.evaluation import (
 )
 from blockpilot.reporting.hindsight import per_cycle_gains
 from blockpilot.reporting.replayed import policy_gains, with_tuned
-from blockpilot.reporting.tables import render
+from blockpilot.reporting.tables import ALL_SETS, render
 from blockpilot.runtime import stage
 from blockpilot.training.examples import Examples, load_examples
 
 log = logging.getLogger("blockpilot.evaluate")  # __name__ is __main__ under python -m
 
-POOLED = "all"
 NO_DRAFTER = "none"
 # What a timed sweep must share with the replayed ones; the rest is the timing's own business.
 _DECODED_ALIKE = ("target", "weights", "temperature", "top_k", "top_p", "max_new_tokens")
@@ -115,8 +114,8 @@ def scored(
     """Lines of every prompt set and of all, printed as they come."""
     origin = test.origin
     unit = "tau" if origin.objective == "tau" else "tokens/s"
-    for name in [*dict.fromkeys(test.prompt_set), POOLED]:
-        rows = [i for i, each in enumerate(test.prompt_set) if name in (each, POOLED)]
+    for name in [*dict.fromkeys(test.prompt_set), ALL_SETS]:
+        rows = [i for i, each in enumerate(test.prompt_set) if name in (each, ALL_SETS)]
         if len(rows) < 2:
             continue
         whole, first, second = (
@@ -161,7 +160,7 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
     what = f"timed; best fixed size, by {unit} on the policy split: {base}"
     for name, lines in narrow(table).groupby("set", sort=False):
         shown = lines.drop(columns="set")
-        shown.attrs["caption"] = table.attrs["caption"] if name == POOLED else []
+        shown.attrs["caption"] = table.attrs["caption"] if name == ALL_SETS else []
         Console().print(render(shown, f"{name}, {what}"))
     return table
 
@@ -172,6 +171,7 @@ def facts_of(item: tuple[str, BlockSizePolicy]) -> dict[str, str | int | float]:
     assert policy.net is not None
     config = policy.net.config
     facts: dict[str, str | int | float] = {"method": name, "parameters": parameters_of(policy.net)}
+    facts["sizes"] = " ".join(map(str, config.sizes))
     for key in ("features", "hidden", "depth", "label", "objective"):
         facts[key] = getattr(config, key)
     return facts

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from blockpilot.reporting.figures import figures
 from blockpilot.reporting.pages import Drawn, Section, write_report
 from blockpilot.reporting.paper import paper_table
 from blockpilot.reporting.published import MEANS_OVER
-from blockpilot.reporting.tables import cells, sweep_table
+from blockpilot.reporting.tables import ALL_SETS, cells, sweep_table
 from blockpilot.runtime import read_status, stage
 
 log = logging.getLogger("blockpilot.report")  # __name__ is __main__ under python -m
@@ -59,7 +59,8 @@ def run(cfg: ReportConfig) -> Path:
     """Read the runs and write the report; its folder."""
     if not cfg.runs:
         raise UserError("runs=[]: give folders, as runs=[outputs/sweep/<run id>]")
-    sections = [section for run in cfg.runs for section in sections_of(Path(run))]
+    runs = [Path(run) for run in cfg.runs]
+    sections = [*compared_predictors(runs), *(part for run in runs for part in sections_of(run))]
     folder = Path(cfg.paths.outputs) / "report" / cfg.run_id
     write_report(folder, f"blockpilot: {cfg.run_id}", sections)
     for section in sections:
@@ -73,7 +74,7 @@ def sections_of(run: Path) -> Iterator[Section]:
     """Sections of one folder. Raises UserError when it holds nothing to report."""
     if list(run.glob("rank*")):
         yield sweep_section(run)
-    elif (run / "evaluation.csv").exists():
+    elif _is_evaluation(run):
         yield from evaluation_sections(run)
     elif (run / "cost.json").exists():
         yield cost_section(run)
@@ -150,6 +151,35 @@ def evaluation_sections(run: Path) -> Iterator[Section]:
         )
 
 
+def compared_predictors(runs: Sequence[Path]) -> Iterator[Section]:
+    """The ablation: a line per predictor of all evaluations, over all prompts, where it has two."""
+    read = {run: pd.read_csv(run / "evaluation.csv") for run in runs if _is_evaluation(run)}
+    lines = [
+        frame.assign(evaluation=run.name) for run, frame in read.items() if "features" in frame
+    ]
+    found = pd.concat(lines, ignore_index=True) if lines else pd.DataFrame()
+    if not found.empty:
+        found = found[found["features"].notna() & found["prompt_set"].eq(ALL_SETS)]
+    if len(found) < 2:
+        return
+    names = [name for name in ("evaluation", "sizes", *_KEPT) if name in found]
+    names = [name for name in names if name not in ("prompt_set", "recovered")]
+    table = pd.DataFrame({name: [_told(name, value) for value in found[name]] for name in names})
+    yield Section(
+        name="predictors",
+        title="Predictors compared, all prompts",
+        source=", ".join(map(str, read)),
+        command="python -m blockpilot.evaluate",
+        notes=["Each against the best fixed size among its own; the evaluations are told below."],
+        table=table,
+        data=found,
+    )
+
+
+def _is_evaluation(run: Path) -> bool:
+    return (run / "evaluation.csv").exists() and not list(run.glob("rank*"))
+
+
 def cost_section(run: Path) -> Section:
     """Milliseconds of a cycle over block size and context."""
     curve = load_cost(run / "cost.json", {})
@@ -181,7 +211,7 @@ def command_of(run: Path) -> str:
 
 
 def _told(name: str, value: Any) -> str:
-    return "-" if pd.isna(value) else _KEPT[name].format(value)
+    return "-" if pd.isna(value) else _KEPT.get(name, "{}").format(value)
 
 
 def shown(section: Section) -> Table:

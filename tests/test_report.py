@@ -162,6 +162,29 @@ def test_an_evaluation_and_a_cost_curve_have_tables_of_their_own(tmp_path: Path)
     assert "the policy split's best fixed size (8)" in text
 
 
+def test_predictors_of_all_evaluations_stand_in_one_table(tmp_path: Path) -> None:
+    runs = []
+    for k, gain in ((1, 0.01), (2, -0.02)):
+        runs.append(tmp_path / "evaluate" / f"k{k}")
+        runs[-1].mkdir(parents=True)
+        lines = [
+            {"method": "best fixed", "prompt_set": "all", "difference": 0.0},
+            {"method": "net", "prompt_set": "maths", "difference": 7.0, "features": "logits"},
+            {"method": "net", "prompt_set": "all", "difference": gain, "features": "logits"},
+        ]
+        lines = [{"unit": "tau", "fixed_size": 8, "sizes": f"7 {k}", **line} for line in lines]
+        pd.DataFrame(lines).to_csv(runs[-1] / "evaluation.csv", index=False)
+    text = (reported(tmp_path, *runs) / "report.md").read_text()
+    assert text.index("## Predictors compared, all prompts") < text.index("## Evaluation k1")
+    head = (
+        "| evaluation | sizes | method | features | difference |\n| --- | --- | --- | --- | --- |"
+    )
+    rows = "| k1 | 7 1 | net | logits | +0.010 |\n| k2 | 7 2 | net | logits | -0.020 |\n\n"
+    assert f"{head}\n{rows}" in text
+    alone = (reported(tmp_path, runs[0]) / "report.md").read_text()
+    assert "Predictors compared" not in alone, "one predictor compares with nothing"
+
+
 def test_measured_times_have_a_table_that_can_be_read(tmp_path: Path) -> None:
     rows = [row for prompt in range(4) for row in rows_of(prompt, "maths")]
     folder = tmp_path / "evaluate" / "e"
