@@ -43,6 +43,9 @@ from blockpilot.training.settings import keep_settings
 
 log = logging.getLogger("blockpilot.train")  # __name__ is __main__ under python -m
 
+REGRET = "validation regret, least of all epochs"
+FIXED_REGRET = "validation regret of the best fixed size"
+
 
 def run(cfg: TrainConfig) -> Path:
     """Train, print and save; the predictor's folder."""
@@ -73,17 +76,18 @@ def run(cfg: TrainConfig) -> Path:
         figures: dict[str, float] = {
             "best epoch": trainer.best_epoch,
             "epochs": trainer.epoch,
-            "validation regret, least of all epochs": regret(
-                trainer.scores(validation.features), validation.gains
-            ),
-            "validation regret of the best fixed size": float(
-                (best - validation.gains[:, fixed]).mean()
-            ),
+            REGRET: regret(trainer.scores(validation.features), validation.gains),
+            FIXED_REGRET: float((best - validation.gains[:, fixed]).mean()),
             "parameters": parameters_of(net),
             "share of the target's": parameters_of(net) / examples.origin.target_parameters,
             "ms per prediction": 1e3 * seconds_per_prediction(net, held_out, device),
         }
         tracker.summarise(figures)
+    if figures[REGRET] > figures[FIXED_REGRET]:
+        log.warning(
+            "on the validation prompts size %d for all has less regret than this predictor",
+            examples.origin.sizes[fixed],
+        )
     table = Table("predictor", f"{kind}, {cfg.predictor.depth} x {cfg.predictor.hidden}")
     for name, value in figures.items():
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")

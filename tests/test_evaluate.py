@@ -251,6 +251,20 @@ def test_another_predictor_is_measured_anew_under_a_name_of_its_own(
     assert all(name.startswith("blockpilot@") for name in found)
 
 
+@pytest.mark.parametrize("found", [0.0, 9.0])
+def test_a_predictor_that_one_size_for_all_beats_is_told(
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    found: float,
+) -> None:
+    monkeypatch.setattr(train, "regret", lambda *_: found)
+    learn = [f"dataset={folder}/dataset/run", *SMALL, "epochs=1", f"paths.outputs={tmp_path}"]
+    performed(train.run, "train", *learn, "run_id=run")
+    assert ("for all has less regret than this predictor" in caplog.text) == (found == 9.0)
+
+
 def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
     performed(sweep.run, "sweep", *timed(folder))
     given = [f"dataset={folder}/dataset/run", f"timed={folder}/sweep/timed", *outputs(folder, "t")]
