@@ -40,6 +40,7 @@ from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
 from blockpilot.records.files import make_folder, replace_file
 from blockpilot.runtime import IncompleteError, obstacle, seed_everything, stage, write_status
+from blockpilot.sweeping.plan import mode_of
 
 log = logging.getLogger("blockpilot.pipeline")  # __name__ is __main__ under python -m
 
@@ -143,7 +144,7 @@ def _composed(words: Sequence[str]) -> Any:
 
 def _shareable(stage_name: str, cfg: Any) -> bool:
     """Whether a step may have several processes: beside each other they would spoil its times."""
-    return stage_name == "distill" or (stage_name == "sweep" and cfg.mode == "replay")
+    return stage_name == "distill" or (stage_name == "sweep" and mode_of(cfg) == "replay")
 
 
 def _share(words: Sequence[str], processes: int) -> None:

@@ -162,7 +162,7 @@ def compared_predictors(runs: Sequence[Path]) -> Iterator[Section]:
         found = found[found["features"].notna() & found["prompt_set"].eq(ALL_SETS)]
     if len(found) < 2:
         return
-    names = [name for name in ("evaluation", "sizes", *_KEPT) if name in found]
+    names = [name for name in ("evaluation", "unit", "sizes", *_KEPT) if name in found]
     names = [name for name in names if name not in ("prompt_set", "recovered")]
     table = pd.DataFrame({name: [_told(name, value) for value in found[name]] for name in names})
     yield Section(

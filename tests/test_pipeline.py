@@ -109,10 +109,12 @@ def test_what_replays_shares_its_work_and_what_is_timed_does_not(
     rows = pd.read_parquet(tmp_path / "sweep/run/records.parquet")
     assert set(rows["rank"]) == {0, 1}
     assert set(rows["world_size"]) == {2}
-    alone.clear()
-    timed = [*given(tmp_path, "processes=2"), 'extra.sweep=["mode=decode"]', "run_id=timed"]
-    performed(pipeline.run, "pipeline", *timed)
-    assert [words[0] for words in alone] == ["sweep", "dataset", "train", "report"]
+    lookup = "drafter._target_=blockpilot.drafters.prompt_lookup.PromptLookupDrafter"
+    for number, option in enumerate(("mode=decode", lookup)):  # lookup cannot be replayed
+        alone.clear()
+        timed = [*given(tmp_path, "processes=2"), f"extra.sweep={listed([option])}"]
+        performed(pipeline.run, "pipeline", *timed, f"run_id=timed{number}")
+        assert [words[0] for words in alone] == ["sweep", "dataset", "train", "report"]
 
 
 def test_processes_that_fail_are_told_with_their_step(

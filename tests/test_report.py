@@ -176,11 +176,9 @@ def test_predictors_of_all_evaluations_stand_in_one_table(tmp_path: Path) -> Non
         pd.DataFrame(lines).to_csv(runs[-1] / "evaluation.csv", index=False)
     text = (reported(tmp_path, *runs) / "report.md").read_text()
     assert text.index("## Predictors compared, all prompts") < text.index("## Evaluation k1")
-    head = (
-        "| evaluation | sizes | method | features | difference |\n| --- | --- | --- | --- | --- |"
-    )
-    rows = "| k1 | 7 1 | net | logits | +0.010 |\n| k2 | 7 2 | net | logits | -0.020 |\n\n"
-    assert f"{head}\n{rows}" in text
+    assert "| evaluation | unit | sizes | method | features | difference |" in text
+    rows = "| k1 | tau | 7 1 | net | logits | +0.010 |\n| k2 | tau | 7 2 | net | logits | -0.020 |"
+    assert f" --- |\n{rows}\n\n" in text
     alone = (reported(tmp_path, runs[0]) / "report.md").read_text()
     assert "Predictors compared" not in alone, "one predictor compares with nothing"
 

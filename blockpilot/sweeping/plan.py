@@ -16,6 +16,11 @@ from blockpilot.devices import pick_device, pick_dtype
 from blockpilot.prompts.base import Prompt
 
 
+def mode_of(cfg: SweepConfig) -> str:
+    """Whether a sweep will `replay` or `decode`: a drafter that cannot be replayed is decoded."""
+    return cfg.mode if get_class(cfg.drafter["_target_"]).replayable else "decode"
+
+
 def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float | str]:
     """Counts and upper bounds by name: every answer is taken to use up its budget.
 
@@ -29,8 +34,7 @@ def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float |
     shape = cfg.model.architecture
     width = torch.finfo(pick_dtype(cfg.dtype, cfg.model.dtype, pick_device(cfg.device))).bits // 8
     per_turn = (shape["vocab_size"] + shape["hidden_size"]) * width
-    drafts_anywhere = get_class(cfg.drafter["_target_"]).replayable
-    mode = cfg.mode if drafts_anywhere else "decode"
+    mode = mode_of(cfg)
     plan: dict[str, float | str] = {
         "mode": mode,
         "prompts": len(prompts),

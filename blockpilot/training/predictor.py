@@ -136,10 +136,9 @@ class PredictorTrainer:
                 self.best_regret, self.best_epoch = found, self.epoch
                 self.best = {k: v.clone() for k, v in self.net.state_dict().items()}
             tracker.log({"train/loss": loss, "validation/regret": found}, step=self.epoch)
-            if self.epoch % max(1, self.cfg.epochs // 10) == 0:
+            if self.finished or self.epoch % max(1, self.cfg.epochs // 10) == 0:
                 log.info("epoch %d  loss %.4f  validation regret %.4f", self.epoch, loss, found)
                 self._save()
-        self._save()
         self.net.load_state_dict(self.best)
         self.net.eval()
 
