@@ -1,4 +1,4 @@
-"""The preallocated cache: rollback and compaction keep exactly what they say (F11)."""
+"""The preallocated cache: rollback and compaction keep exactly what they say."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def state(cache: SlabCache) -> list[Tensor]:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keep", [0, 1, 4, 7, 8])
-def test_f11_after_a_rollback_the_cache_never_saw_the_rest(
+def test_after_a_rollback_the_cache_never_saw_the_rest(
     kind: str, attention: str, keep: int
 ) -> None:
     """Mistral's window of 6 is shorter than the text: a rollback must bring old keys back."""
@@ -63,7 +63,7 @@ def test_f11_after_a_rollback_the_cache_never_saw_the_rest(
     torch.testing.assert_close(got, fresh(target, other)[keep:], atol=1e-12, rtol=1e-9)
 
 
-def test_f11_rollbacks_can_follow_each_other() -> None:
+def test_rollbacks_can_follow_each_other() -> None:
     target = tiny_target()
     cache = target.new_cache(32)
     forward(target, IDS, cache)
@@ -73,7 +73,7 @@ def test_f11_rollbacks_can_follow_each_other() -> None:
     torch.testing.assert_close(got, fresh(target, IDS)[2:], atol=1e-12, rtol=1e-9)
 
 
-def test_f11_a_rollback_moves_no_memory() -> None:
+def test_a_rollback_moves_no_memory() -> None:
     """O(1): the same buffers with the same content, one integer per layer apart."""
     target = tiny_target()
     cache = target.new_cache(32)
@@ -85,7 +85,7 @@ def test_f11_a_rollback_moves_no_memory() -> None:
 
 
 @pytest.mark.parametrize("keep", [-1, 13, 100])
-def test_f11_a_rollback_to_what_is_not_there_is_refused(keep: int) -> None:
+def test_a_rollback_to_what_is_not_there_is_refused(keep: int) -> None:
     """In particular -1, which once meant 'all but the last' to a crop."""
     target = tiny_target()
     cache = target.new_cache(32)
@@ -95,7 +95,7 @@ def test_f11_a_rollback_to_what_is_not_there_is_refused(keep: int) -> None:
     assert cache.length == 12
 
 
-def test_f11_there_is_one_way_to_roll_back() -> None:
+def test_there_is_one_way_to_roll_back() -> None:
     """No crop of transformers, and only our cache sets a layer's length."""
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

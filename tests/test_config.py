@@ -89,7 +89,7 @@ def test_a_valid_configuration_is_merged_resolved_and_read_only() -> None:
         ("run_id=../x", ["run_id=../x", "letters"]),
     ],
 )
-def test_f25_a_wrong_key_or_value_is_refused_in_one_line(override: str, told: list[str]) -> None:
+def test_a_wrong_key_or_value_is_refused_in_one_line(override: str, told: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         typed(stage_config(override), StageConfig)
     message = str(caught.value)
@@ -107,7 +107,7 @@ def test_a_missing_key_is_named() -> None:
 
 
 @pytest.mark.parametrize("value", ["block_size=0", "sizes=[4,0]", "radius=-1", "block_mode=both"])
-def test_f10_stage_specific_values_are_checked(value: str) -> None:
+def test_stage_specific_values_are_checked(value: str) -> None:
     with pytest.raises(UserError, match=value.split("=")[0]):
         validate(OmegaConf.from_dotlist([value]))
 
@@ -129,7 +129,7 @@ def test_a_model_file_is_complete_and_its_architecture_is_the_published_one(path
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
-def test_f25_plus_model_leaves_nothing_of_the_default_behind(path: Path, tmp_path: Path) -> None:
+def test_plus_model_leaves_nothing_of_the_default_behind(path: Path, tmp_path: Path) -> None:
     """`+model=x` is laid over the default, so a key that x lacks would keep the default's value."""
     (tmp_path / "stage.yaml").write_text(f"defaults: [_self_, model/{DEFAULT}]\n")
     (tmp_path / "model").symlink_to(conf_dir() / "model")
@@ -147,7 +147,7 @@ def components(node: Any) -> list[DictConfig]:
 
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_f25_the_keys_of_a_component_are_its_keyword_only_arguments(path: Path) -> None:
+def test_the_keys_of_a_component_are_its_keyword_only_arguments(path: Path) -> None:
     """No key without an argument, no argument without a key, no default outside YAML."""
     found = components(OmegaConf.load(path))
     assert found, "no component in the file"

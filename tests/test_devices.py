@@ -13,7 +13,7 @@ from blockpilot.errors import UserError
 CPU = torch.device("cpu")
 
 
-def test_f25_a_device_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
     with pytest.raises(UserError, match=r"device=cuda .*there are auto, cpu$"):

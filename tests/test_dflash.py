@@ -1,4 +1,4 @@
-"""The DFlash network and its decoding against the slow reference; faults F16 and F20.
+"""The DFlash network and its decoding against the slow reference.
 
 Letters in shapes as in reference.py.
 """
@@ -294,9 +294,7 @@ def test_cycles_without_a_draft_lose_no_context() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("kind", "tied"), CASES, ids=IDS)
-def test_f20_both_block_modes_equal_plain_decoding(
-    kind: str, tied: bool, temperature: float
-) -> None:
+def test_both_block_modes_equal_plain_decoding(kind: str, tied: bool, temperature: float) -> None:
     target, choose = tiny_target(kind, tied=tied), sampler(temperature)
     wanted = plain(target, 16, choose).tokens
     drafter = bound(target, kind, tied)
@@ -309,7 +307,7 @@ def test_f20_both_block_modes_equal_plain_decoding(
         assert set(draft.verified) == set(verify.verified) == {size}
 
 
-def test_f20_the_modes_give_different_drafts() -> None:
+def test_the_modes_give_different_drafts() -> None:
     """The masks behind a slot are seen by it, so a cut block is not a small block."""
     target, ids = tiny_target(), text()
     features = ref.reference_features(target.model, ids.tolist(), LAYERS)
@@ -332,7 +330,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
 
 
-def test_f16_a_drafter_that_is_never_right_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drafter_that_is_never_right_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """The output stays the target's; the warning comes after 256 cycles, over prompts."""
     target = tiny_target("llama", seed=4)
     drafter = bound(target, "llama")
@@ -348,7 +346,7 @@ def test_f16_a_drafter_that_is_never_right_is_told_once(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2])
-def test_f16_a_drafter_that_is_often_right_is_not_suspected(
+def test_a_drafter_that_is_often_right_is_not_suspected(
     n_tokens: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Three committed tokens now and then, one in the other cycles: tau 1.25 over 400 cycles."""
@@ -364,7 +362,7 @@ def test_f16_a_drafter_that_is_often_right_is_not_suspected(
     assert not warnings(caplog)
 
 
-def test_f16_cycles_without_a_draft_are_not_held_against_the_drafter(
+def test_cycles_without_a_draft_are_not_held_against_the_drafter(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     target = tiny_target()

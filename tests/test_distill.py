@@ -188,7 +188,7 @@ OTHER_LOSS = ["training.slot_weights=decay", "training.sampled_negatives=50"]
 
 
 @pytest.mark.parametrize(("updates", "more"), [(1, []), (3, []), (5, []), (3, OTHER_LOSS)])
-def test_f30_an_interrupted_training_ends_with_the_same_bits(
+def test_an_interrupted_training_ends_with_the_same_bits(
     through: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -248,7 +248,7 @@ def test_a_finished_training_is_not_repeated(
         ("responses.limit=4", "holds responses to other prompts than this run asks for"),
     ],
 )
-def test_f30_changed_settings_are_refused_by_name(through: Path, change: str, told: str) -> None:
+def test_changed_settings_are_refused_by_name(through: Path, change: str, told: str) -> None:
     arguments = distill_arguments(through, through / "prompts.jsonl")
     with pytest.raises(UserError, match=told) as caught:
         performed(distill.run, "distill", *arguments, change)

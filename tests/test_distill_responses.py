@@ -165,7 +165,7 @@ def test_any_prefix_of_the_requests_is_the_same_and_batches_lose_none() -> None:
         assert sorted(r.prompt.id for b in made for r in b) == sorted(r.prompt.id for r in ready)
 
 
-def test_f30_interrupted_answers_continue_with_the_next_missing_shard(
+def test_interrupted_answers_continue_with_the_next_missing_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [tmp_path / "whole", tmp_path / "parts"]

@@ -1,4 +1,4 @@
-"""Where outputs part and how close the call was (F7): exact in float32, within rounding in bf16."""
+"""Where outputs part and how close the call was: exact in float32, within rounding in bf16."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def block_texts(dtype: torch.dtype) -> list[tuple[Target, KeyedSampler, Trace, T
     return found
 
 
-def test_f7_float32_is_exact_or_within_rounding() -> None:
+def test_float32_is_exact_or_within_rounding() -> None:
     for target, choose, reference, block in block_texts(torch.float32):
         found = divergence(target, PROMPT, reference.tokens, block.tokens, choose)
         assert found is None or found.margin < EXACT_MARGIN
 
 
-def test_f7_every_bf16_token_is_the_best_within_rounding() -> None:
+def test_every_bf16_token_is_the_best_within_rounding() -> None:
     """The margin is 4 steps of bf16 at the size of the largest logit, 2^-8 of it each.
 
     Measured are up to 2 steps. The runner-up is rarely as close, so a wrong token would show.

@@ -159,13 +159,13 @@ def test_code_in_a_pickle_is_never_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "d2t", "midlayer.mlp.up_proj.weight", "norm.weight"])
-def test_f13_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
+def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     state, raw = published()
     del state[name]
     refused(write(tmp_path, state, raw), f"tensor {name} is missing")
 
 
-def test_f13_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
+def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
     state, raw = published()
     refused(write(tmp_path / "a", state, {**raw, "vocab_size": 77}), "vocab_size=77", "another")
     wide = {**state, "fc.weight": torch.zeros(32, 100)}

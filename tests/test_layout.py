@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "blockpilot"
 MAX_LINES = 400
@@ -86,37 +84,35 @@ def allowed(importer: str, target: str) -> bool:
     return row_of(target) <= row_of(importer)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_flow_one_way(module: str) -> None:
-    targets = imported(MODULES[module].read_text(encoding="utf-8"), module)
-    wrong = sorted(target for target in targets if not allowed(module, target))
-    assert not wrong, f"{module} (row {row_of(module)}) must not import {', '.join(wrong)}"
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_only_stages_have_a_command_line(module: str) -> None:
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    uses = [
-        node
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.Attribute) and ast.unparse(node) == "hydra.main")
-        or (isinstance(node, ast.ImportFrom) and ast.unparse(node) == "from hydra import main")
+def test_imports_flow_one_way() -> None:
+    wrong = [
+        f"{module} (row {row_of(module)}) must not import {target}"
+        for module, path in MODULES.items()
+        for target in sorted(imported(path.read_text(encoding="utf-8"), module))
+        if not allowed(module, target)
     ]
-    assert len(uses) == (1 if row_of(module) == 8 else 0)
+    assert not wrong
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        path
-        for folder in ("blockpilot", "scripts", "tests")
-        for path in (ROOT / folder).rglob("*.py")
-    ],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_files_stay_short(path: Path) -> None:
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_LINES, f"{lines} lines: split it"
+def test_only_stages_have_a_command_line() -> None:
+    for module, path in MODULES.items():
+        uses = [
+            node
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if (isinstance(node, ast.Attribute) and ast.unparse(node) == "hydra.main")
+            or (isinstance(node, ast.ImportFrom) and ast.unparse(node) == "from hydra import main")
+        ]
+        assert len(uses) == (1 if row_of(module) == 8 else 0), module
+
+
+def test_files_stay_short() -> None:
+    folders = (ROOT / folder for folder in ("blockpilot", "scripts", "tests"))
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for folder in folders
+        for path in folder.rglob("*.py")
+    }
+    assert not {name: n for name, n in lengths.items() if n > MAX_LINES}, "split them"
 
 
 def test_the_rule_itself_can_fail() -> None:

@@ -1,4 +1,4 @@
-"""The decode loop with a drafter whose acceptance is scripted; faults F1 to F22 of the field."""
+"""The decode loop with a drafter whose acceptance is scripted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def first_places(tokens: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("block_size", [2, 4, 7, 16])
-def test_f1_stop_token_inside_a_block_ends_the_text(gold: list[int], block_size: int) -> None:
+def test_stop_token_inside_a_block_ends_the_text(gold: list[int], block_size: int) -> None:
     for k in first_places(gold[:20]):
         target = with_stops(tiny_target(), gold[k])
         trace = scripted(target, gold, block_size, LONG, choose=sampler(1.0))
@@ -51,7 +51,7 @@ def test_f1_stop_token_inside_a_block_ends_the_text(gold: list[int], block_size:
 
 
 @pytest.mark.parametrize("budget", [1, 5, 40, 48])
-def test_f2_nothing_past_the_stop_or_the_budget_is_counted(gold: list[int], budget: int) -> None:
+def test_nothing_past_the_stop_or_the_budget_is_counted(gold: list[int], budget: int) -> None:
     block_size = 6
     stops = [
         None,
@@ -66,12 +66,12 @@ def test_f2_nothing_past_the_stop_or_the_budget_is_counted(gold: list[int], budg
             assert trace.committed == []
 
 
-def test_f2_perfect_drafter_reports_what_it_committed(gold: list[int]) -> None:
+def test_perfect_drafter_reports_what_it_committed(gold: list[int]) -> None:
     assert scripted(tiny_target(), gold, 16, 5, choose=sampler(1.0)).committed == [4]
 
 
 @pytest.mark.parametrize("block_size", [2, 8])
-def test_f4_a_block_larger_than_the_budget(gold: list[int], block_size: int) -> None:
+def test_a_block_larger_than_the_budget(gold: list[int], block_size: int) -> None:
     b = block_size
     for budget in (0, 1, 2, b - 1, b, b + 1, 2 * b + 3):
         trace = scripted(tiny_target(), gold, b, budget, choose=sampler(1.0))
@@ -83,7 +83,7 @@ def test_f4_a_block_larger_than_the_budget(gold: list[int], block_size: int) -> 
             assert trace.verified == []
 
 
-def test_f4_budget_of_one_calls_no_drafter(gold: list[int]) -> None:
+def test_budget_of_one_calls_no_drafter(gold: list[int]) -> None:
     drafter = ScriptedDrafter(gold, perfect)
     method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"), verify)
     method.bind(tiny_target())
@@ -91,7 +91,7 @@ def test_f4_budget_of_one_calls_no_drafter(gold: list[int]) -> None:
     assert drafter.calls == 0
 
 
-def test_f6_every_accept_pattern_of_block_4(gold: list[int]) -> None:
+def test_every_accept_pattern_of_block_4(gold: list[int]) -> None:
     target, choose = tiny_target(), sampler(1.0)
     for n_wrong in range(4):
         for wrong in itertools.combinations(range(3), n_wrong):
@@ -101,7 +101,7 @@ def test_f6_every_accept_pattern_of_block_4(gold: list[int]) -> None:
             assert set(trace.committed[:-1]) == {accepted + 1}
 
 
-def test_f6_random_accept_patterns_of_block_16(gold: list[int]) -> None:
+def test_random_accept_patterns_of_block_16(gold: list[int]) -> None:
     draw = random.Random(0)
     for _ in range(10):
         wrong = [[s for s in range(15) if draw.random() < 0.2] for _ in range(LONG)]
@@ -111,7 +111,7 @@ def test_f6_random_accept_patterns_of_block_16(gold: list[int]) -> None:
         assert trace.committed[:-1] == hand[:-1]
 
 
-def test_f6_cache_holds_all_committed_tokens_but_the_anchor(gold: list[int]) -> None:
+def test_cache_holds_all_committed_tokens_but_the_anchor(gold: list[int]) -> None:
     target, choose = tiny_target(), sampler(1.0)
     lengths: list[tuple[int, int]] = []
 
@@ -130,7 +130,7 @@ def test_f6_cache_holds_all_committed_tokens_but_the_anchor(gold: list[int]) -> 
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-8, 1e-6, 1e-4, 0.7, 1, 2])
-def test_f8_every_temperature_is_equal_and_finite(temperature: float) -> None:
+def test_every_temperature_is_equal_and_finite(temperature: float) -> None:
     target, choose = tiny_target(), sampler(temperature)
     text = plain(target, 24, choose).tokens
     assert scripted(target, text, 5, 24, lambda c: [c % 4], choose).tokens == text
@@ -139,7 +139,7 @@ def test_f8_every_temperature_is_equal_and_finite(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_k": 3}, {"top_p": 0.3}, {"top_p": 1e-9}])
-def test_f9_filters_shift_both_sides_alike(filters: dict[str, float]) -> None:
+def test_filters_shift_both_sides_alike(filters: dict[str, float]) -> None:
     target, choose = tiny_target(), sampler(1.0, **filters)
     text = plain(target, 24, choose).tokens
     assert scripted(target, text, 5, 24, perfect, choose).tokens == text
@@ -148,7 +148,7 @@ def test_f9_filters_shift_both_sides_alike(filters: dict[str, float]) -> None:
         assert text == plain(target, 24).tokens
 
 
-def test_f10_block_size_one_is_plain_decoding(gold: list[int]) -> None:
+def test_block_size_one_is_plain_decoding(gold: list[int]) -> None:
     drafter = ScriptedDrafter(gold, perfect)
     method = Method(drafter, FixedPolicy(block_size=1, block_mode="draft"), verify)
     method.bind(tiny_target())
@@ -161,7 +161,7 @@ def test_f10_block_size_one_is_plain_decoding(gold: list[int]) -> None:
 @pytest.mark.parametrize(
     ("size", "mode", "trained"), [(0, "draft", 8), (9, "verify", 8), (2, "x", 8)]
 )
-def test_f10_impossible_sizes_are_refused(size: int, mode: str, trained: int) -> None:
+def test_impossible_sizes_are_refused(size: int, mode: str, trained: int) -> None:
     drafter = ScriptedDrafter([], perfect)
     drafter.trained_block_size, drafter.has_marginals = trained, True
     with pytest.raises(UserError, match="allowed are"):
@@ -176,7 +176,7 @@ def test_verify_mode_without_a_trained_size_is_refused() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("padded_rows", [0, 7])
-def test_f15_oracle_tau_is_the_block_size(tied: bool, padded_rows: int) -> None:
+def test_oracle_tau_is_the_block_size(tied: bool, padded_rows: int) -> None:
     target = tiny_target("qwen3", tied=tied, padded_rows=padded_rows)
     text = plain(target, 41, sampler(1.0)).tokens
     trace = scripted(target, text, 8, 41, choose=sampler(1.0))
@@ -184,7 +184,7 @@ def test_f15_oracle_tau_is_the_block_size(tied: bool, padded_rows: int) -> None:
     assert trace.committed == [8] * 5
 
 
-def test_f18_a_batch_is_refused_before_any_forward() -> None:
+def test_a_batch_is_refused_before_any_forward() -> None:
     method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
     with pytest.raises(UserError, match="one prompt at a time"):
         decode(tiny_target(), method, [PROMPT, PROMPT], sampler(), 4)  # type: ignore[list-item]
@@ -212,7 +212,7 @@ def test_non_finite_logits_are_refused() -> None:
         head.data[7] = kept
 
 
-def test_f22_a_sync_comes_before_each_read_of_the_clock() -> None:
+def test_a_sync_comes_before_each_read_of_the_clock() -> None:
     now, events = [0.0], []
 
     def read() -> float:
@@ -231,7 +231,7 @@ def test_f22_a_sync_comes_before_each_read_of_the_clock() -> None:
     assert total == 5.0  # begin, first mark, three marks, end: one tick each
 
 
-def test_f22_parts_sum_to_the_total(gold: list[int]) -> None:
+def test_parts_sum_to_the_total(gold: list[int]) -> None:
     class Slow(ScriptedDrafter):
         def draft(self, view: View, n_slots: int) -> Draft:
             torch.randn(200, 200) @ torch.randn(200, 200)

@@ -1,4 +1,4 @@
-"""F25: the commands of the README and of the results are the tested ones."""
+"""The commands of the README and of the results are the tested ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def commands(text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("stage", "arguments"), commands(README) + commands(RESULTS))
-def test_f25_every_command_composes_and_fits_its_schema(stage: str, arguments: str) -> None:
+def test_every_command_composes_and_fits_its_schema(stage: str, arguments: str) -> None:
     overrides = [word for word in shlex.split(arguments) if word != "-m"]
     overrides = [word.replace("<name>", "qwen3-4b") for word in overrides]
     parsed = OverridesParser.create().parse_overrides(overrides)

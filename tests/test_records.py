@@ -81,7 +81,7 @@ def test_settings_that_fit_no_column_are_refused_by_name(changes: dict[str, obje
         replace(make_settings(), **changes)
 
 
-def test_f2_row_with_tokens_beyond_the_commits_is_refused() -> None:
+def test_row_with_tokens_beyond_the_commits_is_refused() -> None:
     settings = make_settings(0, 8)
     good = make_trace([3, 4])
     assert ok_row(settings, good, n_prompt_tokens=5)["n_new_tokens"] == 8
@@ -94,7 +94,7 @@ def test_f2_row_with_tokens_beyond_the_commits_is_refused() -> None:
             ok_row(settings, broken, n_prompt_tokens=5)
 
 
-def test_f2_first_token_stop_and_budget_zero_have_no_cycles() -> None:
+def test_first_token_stop_and_budget_zero_have_no_cycles() -> None:
     settings = make_settings(0, 8)
     stopped = ok_row(settings, make_trace([]), n_prompt_tokens=5)
     assert (stopped["n_new_tokens"], stopped["committed"]) == (1, [])
@@ -102,7 +102,7 @@ def test_f2_first_token_stop_and_budget_zero_have_no_cycles() -> None:
     assert (nothing["n_new_tokens"], nothing["committed"]) == (0, [])
 
 
-def test_f30_empty_lists_and_broken_unicode_survive(tmp_path: Path) -> None:
+def test_empty_lists_and_broken_unicode_survive(tmp_path: Path) -> None:
     bad = "a\ud800b\x00 \N{SNOWMAN}"
     with open_store(tmp_path) as store:
         store.append([failed_row(make_settings(bad), RuntimeError(bad))])
@@ -117,7 +117,7 @@ def test_f30_empty_lists_and_broken_unicode_survive(tmp_path: Path) -> None:
     assert pq.read_schema(write_parquet(tmp_path)).equals(SCHEMA)
 
 
-def test_f30_values_come_back_as_written(tmp_path: Path) -> None:
+def test_values_come_back_as_written(tmp_path: Path) -> None:
     settings = make_settings(3, 8, thinking=True, top_k=5, top_p=0.25, seed=2**40)
     row = ok_row(settings, make_trace([8, 1, 3], decode_s=0.1), n_prompt_tokens=17)
     with open_store(tmp_path) as store:
@@ -140,7 +140,7 @@ def _comparable(folder: Path) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("n_prompts", [0, 1, 3, 5, 17])
-def test_f27_two_ranks_equal_one_process(tmp_path: Path, n_prompts: int) -> None:
+def test_two_ranks_equal_one_process(tmp_path: Path, n_prompts: int) -> None:
     play(tmp_path / "one", 0, 1, range(n_prompts))
     for rank in (1, 0):
         play(tmp_path / "two", rank, 2, range(n_prompts))
@@ -150,7 +150,7 @@ def test_f27_two_ranks_equal_one_process(tmp_path: Path, n_prompts: int) -> None
     assert list(derived["key"]) == list(read_records(tmp_path / "one")["key"])
 
 
-def test_f27_shards_are_a_partition() -> None:
+def test_shards_are_a_partition() -> None:
     for n_items in range(6):
         for world_size in (1, 2, 3, 7):
             parts = [shard(range(n_items), rank, world_size) for rank in range(world_size)]
@@ -159,7 +159,7 @@ def test_f27_shards_are_a_partition() -> None:
         shard(range(3), 2, 2)
 
 
-def test_f27_killed_rank_leaves_a_clean_list_of_missing_prompts(tmp_path: Path) -> None:
+def test_killed_rank_leaves_a_clean_list_of_missing_prompts(tmp_path: Path) -> None:
     prompts = range(7)
     play(tmp_path, 0, 2, prompts)
     store = open_store(tmp_path, 1, 2)
@@ -174,7 +174,7 @@ def test_f27_killed_rank_leaves_a_clean_list_of_missing_prompts(tmp_path: Path) 
     pd.testing.assert_frame_equal(_comparable(tmp_path), _comparable(tmp_path / "one"))
 
 
-def test_f30_sigkill_at_random_times_then_rerun_equals_uninterrupted(tmp_path: Path) -> None:
+def test_sigkill_at_random_times_then_rerun_equals_uninterrupted(tmp_path: Path) -> None:
     n_prompts, killed = 60, 0
     play(tmp_path / "whole", 0, 1, range(n_prompts))
     script = str(ROOT / "tests" / "records_kit.py")
@@ -206,7 +206,7 @@ class _Killed(BaseException):
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "unlink"])
-def test_f30_death_at_every_durable_step_loses_and_repeats_nothing(
+def test_death_at_every_durable_step_loses_and_repeats_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     prompts = range(3)

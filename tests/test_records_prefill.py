@@ -32,7 +32,7 @@ def test_tensors_come_back_bit_for_bit_for_every_method_of_the_prompt(
         assert torch.equal(found.hidden, prefill.hidden)
 
 
-def test_f30_what_a_killed_writer_left_goes_when_its_prompt_is_written(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_goes_when_its_prompt_is_written(tmp_path: Path) -> None:
     prefill = Prefill(torch.zeros(5), torch.zeros(2))
     path = save_prefill(tmp_path, make_settings(1, 4), prefill)
     left = path.with_name(f".{path.name}.0af3.tmp")

@@ -1,4 +1,4 @@
-"""From messages to ids: both routes of a template, thinking mode, BOS (fault F19)."""
+"""From messages to ids: both routes of a template, thinking mode, BOS."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def ids(text: str) -> list[int]:
     return [ID[word] for word in text.split()]
 
 
-def test_f19_the_two_routes_of_a_template_give_equal_ids() -> None:
+def test_the_two_routes_of_a_template_give_equal_ids() -> None:
     made = tokenizer("<bos> " + BODY)
     text = made.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert made(text)["input_ids"][:2] == ids("<bos> <bos>")  # the trap: adding it twice
@@ -49,7 +49,7 @@ def test_f19_the_two_routes_of_a_template_give_equal_ids() -> None:
 
 
 @pytest.mark.parametrize("start", ["", "<bos> ", "<bos> <bos> ", "<bos> <bos> <bos> "])
-def test_f19_there_is_at_most_one_bos(start: str) -> None:
+def test_there_is_at_most_one_bos(start: str) -> None:
     rendered = render(tokenizer(start + BODY), MESSAGES, None)
     assert rendered == ids(("<bos> " if start else "") + "<user> hello there <bot>")
 
@@ -62,7 +62,7 @@ def test_a_bos_that_also_opens_messages_is_left_alone() -> None:
     assert rendered == ids("<bos> hello there <bos> hello <bos> hello there <bos>")
 
 
-def test_f19_disagreeing_routes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disagreeing_routes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tokenizer(BODY)
     original = made.apply_chat_template
 
@@ -75,7 +75,7 @@ def test_f19_disagreeing_routes_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         render(made, MESSAGES, None)
 
 
-def test_f19_thinking_reaches_templates_that_have_the_switch_and_no_others() -> None:
+def test_thinking_reaches_templates_that_have_the_switch_and_no_others() -> None:
     switch, plain = tokenizer(BODY + SWITCH), tokenizer(BODY)
     base = ids("<user> hello there <bot>")
     assert render(switch, MESSAGES, True) == [*base, ID["<think>"]]

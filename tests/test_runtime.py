@@ -99,7 +99,7 @@ def test_a_stage_gets_its_checked_configuration_and_exits_with_0(
         ("--config-name=nope", "Cannot find primary config 'nope'"),
     ],
 )
-def test_f25_a_mistake_on_the_command_line_is_one_line_and_no_work(
+def test_a_mistake_on_the_command_line_is_one_line_and_no_work(
     call: Call, argument: str, told: str
 ) -> None:
     def never(cfg: StageConfig) -> None:
@@ -170,7 +170,7 @@ class Refusing:
         raise UserError("drafter: no mask_token_id")
 
 
-def test_f24_a_failing_job_hides_no_other(call: Call, tmp_path: Path) -> None:
+def test_a_failing_job_hides_no_other(call: Call, tmp_path: Path) -> None:
     def task(cfg: StageConfig) -> None:
         if cfg.seed == 1:
             raise RuntimeError("first defect")
@@ -194,9 +194,7 @@ def test_f24_a_failing_job_hides_no_other(call: Call, tmp_path: Path) -> None:
     assert summary[5].startswith("  failed   3 (seed=-3 run_id=m): seed=-3: must be")
 
 
-def test_f24_an_interrupt_ends_a_multirun_and_names_what_is_missing(
-    call: Call, tmp_path: Path
-) -> None:
+def test_an_interrupt_ends_a_multirun_and_names_what_is_missing(call: Call, tmp_path: Path) -> None:
     def task(cfg: StageConfig) -> None:
         if cfg.seed == 1:
             raise KeyboardInterrupt
@@ -210,7 +208,7 @@ def test_f24_an_interrupt_ends_a_multirun_and_names_what_is_missing(
     assert status(tmp_path / "out/m-1")["status"] == "interrupted"
 
 
-def test_f24_a_job_that_is_run_again_leaves_no_old_trace(call: Call, tmp_path: Path) -> None:
+def test_a_job_that_is_run_again_leaves_no_old_trace(call: Call, tmp_path: Path) -> None:
     def broken(cfg: StageConfig) -> None:
         raise RuntimeError("a defect")
 
@@ -241,7 +239,7 @@ def test_a_run_id_is_new_each_time_or_the_given_one(monkeypatch: pytest.MonkeyPa
     assert runtime.run_id() == "given"
 
 
-def test_f27_processes_of_one_launch_agree_on_a_run_id(tmp_path: Path) -> None:
+def test_processes_of_one_launch_agree_on_a_run_id(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(
         "from blockpilot.runtime import run_id, world\n"
@@ -260,7 +258,7 @@ def test_f27_processes_of_one_launch_agree_on_a_run_id(tmp_path: Path) -> None:
     assert ids[0] == ids[1]
 
 
-def test_f27_processes_without_a_common_run_id_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_without_a_common_run_id_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

@@ -284,7 +284,7 @@ def test_low_precision_logits_are_upcast() -> None:
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("temperature", [1e-300, 1e-8, 1e-6])
-def test_f8_a_tiny_temperature_is_greedy(temperature: float, filters: dict[str, Any]) -> None:
+def test_a_tiny_temperature_is_greedy(temperature: float, filters: dict[str, Any]) -> None:
     logits, places = random_logits(300), torch.arange(300)
     greedy = KeyedSampler()(logits, places)
     assert torch.equal(greedy, logits.argmax(dim=-1))
@@ -296,7 +296,7 @@ def test_f8_a_tiny_temperature_is_greedy(temperature: float, filters: dict[str, 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("top_k", [1, 2, 7, 49, 50, 51, 1000])
-def test_f9_top_k_keeps_what_transformers_keeps(top_k: int, temperature: float) -> None:
+def test_top_k_keeps_what_transformers_keeps(top_k: int, temperature: float) -> None:
     logits = random_logits(40)
     logits[:20] = logits[:20].round()  # ties
     want = TopKLogitsWarper(top_k)(torch.zeros(40, 1), logits).isfinite()
@@ -307,9 +307,7 @@ def test_f9_top_k_keeps_what_transformers_keeps(top_k: int, temperature: float) 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("top_k", [0, 20])
 @pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.9, 0.999])
-def test_f9_top_p_keeps_what_transformers_keeps(
-    top_p: float, top_k: int, temperature: float
-) -> None:
+def test_top_p_keeps_what_transformers_keeps(top_p: float, top_k: int, temperature: float) -> None:
     logits = random_logits(40)
     chain = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
@@ -322,7 +320,7 @@ def test_f9_top_p_keeps_what_transformers_keeps(
     assert kept.any(dim=-1).all()
 
 
-def test_f9_top_k_of_one_is_greedy() -> None:
+def test_top_k_of_one_is_greedy() -> None:
     logits, places = random_logits(100), torch.arange(100)
     got = KeyedSampler(temperature=2.0, top_k=1)(logits, places)
     assert torch.equal(got, logits.argmax(dim=-1))
@@ -341,13 +339,13 @@ def test_f9_top_k_of_one_is_greedy() -> None:
         ("top_p", math.nan),
     ],
 )
-def test_f9_bad_values_are_refused_by_name(setting: str, value: float) -> None:
+def test_bad_values_are_refused_by_name(setting: str, value: float) -> None:
     with pytest.raises(UserError, match=rf"decoding\.{setting}=.*allowed are"):
         KeyedSampler(**{setting: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["min_p", "typical_p", "repetition_penalty"])
-def test_f9_a_filter_that_is_not_supported_is_refused_by_name(name: str) -> None:
+def test_a_filter_that_is_not_supported_is_refused_by_name(name: str) -> None:
     known = {"max_new_tokens": 8, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     with pytest.raises(UserError, match=rf"unknown key {name}.*top_k, top_p"):
         typed(OmegaConf.create(known | {name: 0.5}), DecodingConfig)

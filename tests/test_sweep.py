@@ -142,7 +142,7 @@ def test_prefill_is_stored_once_per_turn_and_equals_a_direct_forward(run: Run) -
         torch.testing.assert_close(stored.hidden, output.hidden_states[-1][0, -1])
 
 
-def test_f22_warm_up_runs_every_method_and_is_not_stored(run: Run) -> None:
+def test_warm_up_runs_every_method_and_is_not_stored(run: Run) -> None:
     """On the first prompt that can run: the first of the file cannot."""
     warm_up = run.calls[: len(SIZES)]
     assert [call.budget for call in warm_up] == [8] * len(SIZES)
@@ -151,7 +151,7 @@ def test_f22_warm_up_runs_every_method_and_is_not_stored(run: Run) -> None:
     assert len(run.calls) - len(SIZES) == len(decoded(run))
 
 
-def test_f22_methods_are_interleaved_per_prompt_in_changing_order(run: Run) -> None:
+def test_methods_are_interleaved_per_prompt_in_changing_order(run: Run) -> None:
     measured = [call.size for call in run.calls[len(SIZES) :]]
     orders = [measured[i : i + len(SIZES)] for i in range(0, len(measured), len(SIZES))]
     assert all(sorted(order) == SIZES for order in orders)
@@ -189,7 +189,7 @@ def test_the_table_names_every_size_and_the_equality(
         assert name in shown
 
 
-def test_f20_verify_mode_drafts_the_trained_block_and_verifies_a_part(tmp_path: Path) -> None:
+def test_verify_mode_drafts_the_trained_block_and_verifies_a_part(tmp_path: Path) -> None:
     file = write_prompts(tmp_path / "prompts.jsonl", PROMPTS[1:2])
     arguments = sweep_arguments(tmp_path, file, "block_mode=verify", "sizes=[4]")
     records = performed(sweep.run, "sweep", *arguments)
@@ -213,7 +213,7 @@ def test_f20_verify_mode_drafts_the_trained_block_and_verifies_a_part(tmp_path: 
         (["radius=20", "block_mode=verify"], range(2, 17)),
     ],
 )
-def test_f10_sizes_are_clipped_without_repeats(
+def test_sizes_are_clipped_without_repeats(
     run: Run, overrides: list[str], sizes: list[int]
 ) -> None:
     cfg = composed("sweep", *sweep_arguments(run.folder, run.folder, *overrides))
@@ -224,7 +224,7 @@ def test_f10_sizes_are_clipped_without_repeats(
     assert [each.policy.block_size for each in methods.values()] == [1, *sizes]  # type: ignore[attr-defined]
 
 
-def test_f10_sizes_that_the_drafter_cannot_do_are_refused(run: Run) -> None:
+def test_sizes_that_the_drafter_cannot_do_are_refused(run: Run) -> None:
     cfg = composed(
         "sweep", *sweep_arguments(run.folder, run.folder, "sizes=[17]", "block_mode=verify")
     )

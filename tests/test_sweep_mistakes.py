@@ -46,7 +46,7 @@ def decode_with(change: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
-def test_f27_a_prompt_that_fails_is_a_row_and_the_same_run_id_finishes_it(
+def test_a_prompt_that_fails_is_a_row_and_the_same_run_id_finishes_it(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(ids: list[int], budget: int, method: Any, trace: Any) -> None:
@@ -111,7 +111,7 @@ def test_a_conversation_that_cannot_be_rendered_hides_no_other(
     assert (records["status"] == "ok").sum() == 6
 
 
-def test_f7_an_output_that_rounding_does_not_explain_is_reported(
+def test_an_output_that_rounding_does_not_explain_is_reported(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoil(ids: list[int], budget: int, method: Any, trace: Any) -> None:
@@ -191,7 +191,7 @@ def test_outputs_that_cannot_be_written_are_one_line(arguments: list[str], tmp_p
         ("+drafter.chekpoint=x", "unexpected keyword argument 'chekpoint'"),
     ],
 )
-def test_f25_a_mistake_is_one_line_before_a_weight_is_loaded(
+def test_a_mistake_is_one_line_before_a_weight_is_loaded(
     arguments: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -144,7 +144,7 @@ class Watch:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before the rename", "after it"])
 @pytest.mark.parametrize("stop_at", [1, 5])
-def test_f30_an_interrupted_run_ends_like_an_uninterrupted_one(
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     whole: Path, tmp_path: Path, stop_at: int, before: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -176,7 +176,7 @@ def test_a_finished_run_measures_nothing_more(
     assert_same(tmp_path / "sweep/run", whole)
 
 
-def test_f30_a_run_that_is_killed_at_a_random_time_ends_like_an_uninterrupted_one(
+def test_a_run_that_is_killed_at_a_random_time_ends_like_an_uninterrupted_one(
     whole: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "sweep" / "run"
@@ -210,7 +210,7 @@ def rank(patch: pytest.MonkeyPatch, number: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("n_prompts", [1, 3, len(PROMPTS)])
-def test_f27_two_ranks_measure_what_one_process_does(
+def test_two_ranks_measure_what_one_process_does(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_prompts: int
 ) -> None:
     """With one prompt the second rank is empty, which is fine."""
@@ -226,7 +226,7 @@ def test_f27_two_ranks_measure_what_one_process_does(
     assert_same(folder, whole, n_prompts)
 
 
-def test_f27_one_process_finishes_what_a_lost_rank_left(
+def test_one_process_finishes_what_a_lost_rank_left(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank(monkeypatch, 1, 2)
@@ -240,7 +240,7 @@ def test_f27_one_process_finishes_what_a_lost_rank_left(
     assert_same(tmp_path / "sweep/run", whole)
 
 
-def test_f27_torchrun_splits_the_prompts(whole: Path, tmp_path: Path) -> None:
+def test_torchrun_splits_the_prompts(whole: Path, tmp_path: Path) -> None:
     given = command("sweep", *arguments(tmp_path, "prompts.limit=5"), processes=2)
     code, shown, told = executed(given, tmp_path)
     assert code == 0, told
@@ -258,7 +258,7 @@ def test_f27_torchrun_splits_the_prompts(whole: Path, tmp_path: Path) -> None:
     assert [line[2] for line in table] == ["5"]
 
 
-def test_f24_every_job_of_a_multirun_has_a_run_folder_of_its_own(
+def test_every_job_of_a_multirun_has_a_run_folder_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["-m", *arguments(tmp_path, "prompts.limit=1", "radius=0,1")]
@@ -273,7 +273,7 @@ def test_f24_every_job_of_a_multirun_has_a_run_folder_of_its_own(
         assert set(records["run_id"]) == {f"run-{job}"}
 
 
-def test_f27_ranks_wait_for_each_other_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_for_each_other_before_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the table lacks rows, and a rank that leaves with an error ends the others."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -85,7 +85,7 @@ def test_unknown_mode_is_refused_with_the_allowed_ones() -> None:
         make_tracker("ofline")
 
 
-def test_f29_jobs_of_one_process_get_a_run_each_finished_also_when_failing(
+def test_jobs_of_one_process_get_a_run_each_finished_also_when_failing(
     wandb: FakeWandb, tmp_path: Path
 ) -> None:
     tracker = make_tracker()
@@ -107,7 +107,7 @@ def test_f29_jobs_of_one_process_get_a_run_each_finished_also_when_failing(
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
-def test_f29_resumed_steps_continue_and_none_is_dropped(
+def test_resumed_steps_continue_and_none_is_dropped(
     wandb: FakeWandb, tmp_path: Path, mode: str
 ) -> None:
     # Steps 0..4 were logged when the job died; its checkpoint is of step 2.

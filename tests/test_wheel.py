@@ -59,7 +59,7 @@ def test_conf_is_found_in_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert Path(run(installed, tmp_path, "-c", show).strip()) == installed / "blockpilot" / "conf"
 
 
-def test_f25_the_sweep_composes_from_another_folder(installed: Path, tmp_path: Path) -> None:
+def test_the_sweep_composes_from_another_folder(installed: Path, tmp_path: Path) -> None:
     yaml = run(installed, tmp_path, "-m", "blockpilot.sweep", "--cfg", "job", "+model=qwen3-4b")
     assert "repo: Qwen/Qwen3-4B\n" in yaml
     assert "max_new_tokens:" in yaml
