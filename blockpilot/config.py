@@ -20,6 +20,7 @@ from omegaconf.errors import (
 )
 
 from blockpilot.errors import UserError
+from blockpilot.models import adopt_repo, drop_drafter
 from blockpilot.rules import validate
 
 
@@ -34,6 +35,7 @@ class ModelConfig:
     gguf: str | None  # file inside `package` or `repo`
     dtype: str
     thinking: bool | None  # None: the template has no thinking mode
+    template_date: str  # what a chat template is told when it asks for today's date
     drafters: dict[str, str | None]
     architecture: dict[str, Any]  # values of the Hugging Face config, for weights=random
 
@@ -320,7 +322,10 @@ def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise UserError(f"no value for {', '.join(missing)}")
+        adopted = issubclass(schema, StageConfig) and adopt_repo(merged)
         OmegaConf.resolve(merged)
+        if adopted and not issubclass(schema, DistillConfig):  # there it is one to be made
+            drop_drafter(merged)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     validate(merged)

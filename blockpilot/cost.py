@@ -29,10 +29,11 @@ from rich.table import Table
 from blockpilot.config import CostConfig
 from blockpilot.decoding.cost import PARTS, CostCurve, CostPoint, cost_settings, load_cost
 from blockpilot.decoding.engine import with_engine
+from blockpilot.decoding.loading import load_target
 from blockpilot.decoding.loop import Method, check_prompt, decode
 from blockpilot.decoding.protocols import Drafter
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.target import Target, load_target
+from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Trace
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.errors import UserError
@@ -86,7 +87,8 @@ def run(cfg: CostConfig) -> CostCurve:
     file = Path(cfg.paths.outputs) / "cost" / cfg.run_id / "cost.json"
     asked: Any = OmegaConf.to_container(cfg, resolve=True)
     asked = {name: value for name, value in asked.items() if name not in ("paths", "threads")}
-    keep_settings(file.with_name("asked.json"), settings | asked, what="a cost curve")
+    weights = {"target_fingerprint": target.fingerprint, "drafter_checkpoint": drafter.fingerprint}
+    keep_settings(file.with_name("asked.json"), settings | weights | asked, what="a cost curve")
     if file.exists():
         curve = load_cost(file, settings)
         tell(curve)
@@ -148,11 +150,12 @@ def measured(
     budget = cfg.decoding.max_new_tokens
     generator = torch.Generator().manual_seed(cfg.seed)
     prompts = {}
+    widest = max(method.policy.widest for method in methods.values())
     for context in contexts:
         prompts[context] = torch.randint(
             target.embed_rows, (context,), generator=generator
         ).tolist()
-        if problem := check_prompt(target, prompts[context], budget):
+        if problem := check_prompt(target, prompts[context], budget, widest):
             raise UserError(f"contexts={contexts}: {problem}")
     cells = [(cell, context) for cell in methods for context in contexts]
     spent: defaultdict[tuple[Cell, int], list[dict[str, float]]] = defaultdict(list)

@@ -28,9 +28,10 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from blockpilot.config import DistillConfig
+from blockpilot.decoding.loading import config_of, load_target
 from blockpilot.decoding.loop import Method, check_prompt, decode
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.target import Target, load_target
+from blockpilot.decoding.target import Target
 from blockpilot.drafters.dflash import check_fits, load_network, new_config
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
 from blockpilot.drafters.eagle3 import check_depth, load_head, new_head
@@ -59,6 +60,7 @@ from blockpilot.training.responses import (
     shard_file,
     write_responses,
 )
+from blockpilot.training.settings import keep_settings
 from blockpilot.training.students import Student
 from blockpilot.training.trainer import DrafterTrainer
 
@@ -89,6 +91,8 @@ def run(cfg: DistillConfig) -> Path:
     processes = PartialState(cpu=target.device.type == "cpu")
     # Left alone, a rank that ends while another's threads still talk to it can abort that one.
     atexit.register(processes.destroy_process_group)
+    weights = {"target": cfg.model.name, "target_fingerprint": target.fingerprint}
+    keep_settings(folder / "target.json", weights, what="answers and a drafter")
     layers, start = layers_read(cfg, target), continued(cfg, target)
     prompts = _prompts(cfg, target, folder, processes)
     learnt = _answer(cfg, target, prompts, DISTILL, folder, layers)
@@ -140,7 +144,7 @@ def distill_plan(cfg: DistillConfig) -> dict[str, float | str]:
         len(group[: cfg.responses.validation]) for group in _by_set(prompts, VALIDATION).values()
     )
     tokens = (learnt + measured) * cfg.decoding.max_new_tokens
-    training, width = cfg.training, cfg.model.architecture["hidden_size"]
+    training, width = cfg.training, config_of(cfg.model).hidden_size
     blocks = training.steps * training.sequences_per_step * training.anchors_per_sequence
     plan: dict[str, float | str] = {
         "answers to learn from, at most": learnt,
@@ -225,7 +229,7 @@ def new_student(
     if start is None:
         ids = corpus.frequent_tokens(cfg.new_drafter.draft_vocabulary, target.embed_rows)
         start = new_head(target, ids)
-        rows = target.model.get_output_embeddings().weight[ids.to(target.device)]
+        rows = target.head_rows[ids.to(target.device)]
         start.lm_head.weight.data.copy_(rows)
         torch.nn.init.constant_(start.norm.weight, _FINAL_NORM)
     assert isinstance(start, Eagle3Network)
@@ -312,11 +316,11 @@ def _chosen(cfg: DistillConfig, target: Target, prompts: Sequence[Prompt]) -> li
         limit: int | None = cfg.responses.validation
     else:
         limit = cfg.responses.limit_of.get(prompts[0].set, cfg.responses.limit)
-    ready = requests(target, prompts, cfg.model.thinking, limit)
-    budget = cfg.decoding.max_new_tokens
-    fit = [request for request in ready if check_prompt(target, request.ids, budget) is None]
+    ready = requests(target, prompts, cfg.model, limit)
+    budget, widest = cfg.decoding.max_new_tokens, cfg.new_drafter.block_size
+    fit = [each for each in ready if check_prompt(target, each.ids, budget, widest) is None]
     if lost := len(ready) - len(fit):
-        log.warning("%s: %d prompts left out, past the target's context", prompts[0].set, lost)
+        log.warning("%s: %d prompts left out, too long for the target", prompts[0].set, lost)
     return fit
 
 
@@ -339,8 +343,12 @@ def _answer(
     """Shards of the target's responses to one split; every prompt set has its folder."""
     settings = ResponseSettings(
         target=cfg.model.name,
+        target_fingerprint=target.fingerprint,
+        tokenizer=target.tokenizer_fingerprint,
         revision=cfg.model.revision,
         dtype=str(target.dtype).removeprefix("torch."),
+        thinking=cfg.model.thinking,
+        template_date=cfg.model.template_date,
         temperature=cfg.decoding.temperature,
         seed=cfg.seed,
         max_new_tokens=cfg.decoding.max_new_tokens,

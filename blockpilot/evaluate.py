@@ -49,7 +49,10 @@ log = logging.getLogger("blockpilot.evaluate")  # __name__ is __main__ under pyt
 
 NO_DRAFTER = "none"
 # What a timed sweep must share with the replayed ones; the rest is the timing's own business.
-_DECODED_ALIKE = ("target", "weights", "temperature", "top_k", "top_p", "max_new_tokens")
+_DECODED_ALIKE = (
+    *("target", "weights", "tokenizer", "thinking", "template_date"),
+    *("temperature", "top_k", "top_p", "max_new_tokens"),
+)
 CEILINGS = {
     "per cycle, in hindsight": None,
     "branch of 2, in hindsight": 2,
@@ -140,6 +143,8 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
     """
     records, origin = read_records(Path(cfg.timed or "")), examples.origin
     alike = {name: origin.settings[name] for name in _DECODED_ALIKE}
+    if set(records["dtype"]) == {origin.settings["dtype"]}:  # else the bits differ by rounding
+        alike["target_fingerprint"] = origin.settings["target_fingerprint"]
     for what, wanted in {"mode": "decode", "split": TEST, **alike}.items():
         if other := set(records[what]) - {wanted}:
             raise UserError(f"timed={cfg.timed}: {what} {other.pop()}, wanted is {wanted}")
@@ -187,6 +192,7 @@ def chosen_sizes(policy: BlockSizePolicy, test: Examples) -> Ints:
     for what, theirs, ours in (
         ("sizes", config.sizes, origin.sizes),
         ("target", config.target, origin.target),
+        ("target weights", config.target_fingerprint, origin.settings["target_fingerprint"]),
         ("drafter", config.drafter, origin.drafter),
         ("block_mode", config.block_mode, origin.block_mode),
     ):

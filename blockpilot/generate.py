@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from blockpilot.config import GenerateConfig, typed
 from blockpilot.decoding.engine import with_engine
+from blockpilot.decoding.loading import load_target
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.target import load_target
 from blockpilot.decoding.types import Trace
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
@@ -70,7 +70,12 @@ class Pair:
     def answer(self, prompt: str, show: Callable[[str], object] = lambda text: None) -> Answer:
         """Answer a user message; `show` gets the text piece by piece as it is committed."""
         cfg, tokenizer = self.cfg, self.target.tokenizer
-        ids = render(tokenizer, [{"role": "user", "content": prompt}], cfg.model.thinking)
+        ids = render(
+            tokenizer,
+            [{"role": "user", "content": prompt}],
+            cfg.model.thinking,
+            cfg.model.template_date,
+        )
         key = Prompt(id="prompt", set="generate", turns=(prompt,), split=UNASSIGNED).hash
         sampler = KeyedSampler(
             temperature=cfg.decoding.temperature,

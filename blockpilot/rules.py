@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -50,6 +51,14 @@ def matches(key: str, pattern: str, allowed: str) -> Rule:
     return Rule(key, lambda value: re.fullmatch(pattern, value) is not None, allowed)
 
 
+def is_date(text: str) -> bool:
+    """Whether a text is a date of ISO 8601."""
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
 RULES = (
     at_least("decoding.max_new_tokens", 0),
     at_least("decoding.temperature", 0),
@@ -72,6 +81,7 @@ RULES = (
     matches("device", r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:<index>"),
     one_of("dtype", ("auto", *DTYPES)),
     one_of("model.dtype", DTYPES),
+    Rule("model.template_date", is_date, "a date as 2025-01-31"),
     one_of("attention", ATTENTION),
     one_of("engine", ENGINES),
     one_of("weights", WEIGHTS),

@@ -11,6 +11,7 @@ run id again finishes what is missing and repeats nothing.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from blockpilot.config import SweepConfig
 from blockpilot.decoding.cost import cost_settings, load_cost
 from blockpilot.decoding.divergence import EXACT_MARGIN
 from blockpilot.decoding.engine import with_engine
+from blockpilot.decoding.loading import load_target
 from blockpilot.decoding.loop import Method
 from blockpilot.decoding.protocols import Drafter
-from blockpilot.decoding.target import Target, load_target
+from blockpilot.decoding.target import Target
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
@@ -35,7 +37,7 @@ from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.load import load_prompts
 from blockpilot.provenance import facts
-from blockpilot.records.schema import PLAIN, SHARED_FIELDS
+from blockpilot.records.schema import METHOD_FIELDS, PLAIN, SHARED_FIELDS, token_hash
 from blockpilot.records.store import (
     Store,
     missing_prompts,
@@ -86,7 +88,13 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
     sweep = new_sweep(cfg, target, drafter, methods, folder)
     place, tracker = world(), instantiate(cfg.tracker, _convert_="all")
     expected = {prompt.id: sweep.expected_keys(prompt) for prompt in prompts}
-    keep_settings(folder / "settings.json", shared_settings(sweep, prompts[0]), what="rows")
+    keep_settings(
+        folder / "settings.json",
+        shared_settings(sweep, prompts[0]),
+        what="rows",
+        parts=method_settings(sweep, prompts[0]),
+    )
+    check_prompt_tokens(sweep, prompts, folder)
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     with (
         tracked(tracker, run_id=cfg.run_id, folder=folder, config=settings, rank=place.rank),
@@ -96,7 +104,7 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
             rank=place.rank,
             world_size=place.size,
             settings=settings,
-            provenance=facts(target.device),
+            provenance=facts(target.device) | {"target_parameters": target.model.num_parameters()},
         ) as store,
     ):
         if place.rank == 0:
@@ -155,6 +163,32 @@ def shared_settings(sweep: DecodedSweep | ReplayedSweep, prompt: Prompt) -> dict
     if sweep.target.device.type == "cpu":
         return shared | {name: machine[name] for name in ("cpu", "threads")}
     return shared | {"gpu": machine["gpu"]}
+
+
+def method_settings(sweep: DecodedSweep | ReplayedSweep, prompt: Prompt) -> dict[str, Any]:
+    """What each method of a run folder means; a name may be added, not given another meaning."""
+    rows = {name: asdict(sweep.settings(prompt, 0, name)) for name in sweep.methods}
+    return {
+        f"{name}.{field}": row[field]
+        for name, row in rows.items()
+        for field in METHOD_FIELDS
+        if field != "method"
+    }
+
+
+def check_prompt_tokens(
+    sweep: DecodedSweep | ReplayedSweep, prompts: Sequence[Prompt], folder: Path
+) -> None:
+    """Refuse a folder whose rows were measured on other tokens of a prompt (UserError)."""
+    wanted = ["prompt_id", "turn", "prompt_sha256"]
+    rows = read_table(folder, wanted).to_pylist()
+    stored = {row["prompt_id"]: row["prompt_sha256"] for row in rows if row["turn"] == 0}
+    for prompt in prompts:
+        if (before := stored.get(prompt.id)) and token_hash(sweep.turn(prompt, []).ids) != before:
+            raise UserError(
+                f"rows in {folder} were measured on other tokens of prompt {prompt.id}: its text, "
+                "the tokenizer or its chat template changed; choose another run_id"
+            )
 
 
 def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[str, Method]:

@@ -44,11 +44,12 @@ def main(overrides: list[str]) -> None:
     plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
     plain.bind(pair.target)
     methods = {"plain": plain, "drafter": pair.method}
+    model = pair.cfg.model
     questions = BundledSet(name="bundled", held_out=False, formats=FORMATS).load()
     prompts = []
     for question in questions[:N_REPLAYED]:
         message = [{"role": "user", "content": question.turns[0]}]
-        prompts.append(render(pair.target.tokenizer, message, pair.cfg.model.thinking))
+        prompts.append(render(pair.target.tokenizer, message, model.thinking, model.template_date))
     console, figures = Console(), {}
     console.print(
         f"{pair.cfg.model.name}, {pair.target.dtype}, {pair.target.device}, "

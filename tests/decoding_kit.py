@@ -8,10 +8,11 @@ from functools import cache
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from blockpilot.decoding.loading import byte_tokenizer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.target import Target, byte_tokenizer
+from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Draft, Trace, Verdict, View
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter

@@ -76,6 +76,8 @@ def make_settings(prompt: int | str = 0, size: int = 1, **changes: Any) -> Setti
         block_mode="draft",
         target="target",
         target_revision=None,
+        target_fingerprint="abc",
+        tokenizer="def",
         weights="pretrained",
         temperature=0.0,
         top_k=None,
@@ -86,6 +88,7 @@ def make_settings(prompt: int | str = 0, size: int = 1, **changes: Any) -> Setti
         engine="eager",
         device="cpu",
         thinking=None,
+        template_date="2025-01-01",
         max_new_tokens=64,
         mode="decode",
     )
@@ -96,7 +99,7 @@ def make_row(prompt: int = 0, size: int = 1, **changes: Any) -> dict[str, Any]:
     """One decoded row; prompt 4 of each seven stops on its first token, so it has no cycles."""
     committed = [1 + (prompt + i) % size for i in range(prompt % 7 + 3)]
     trace = make_trace([] if prompt % 7 == 4 else committed, decode_s=0.1 + prompt / size)
-    return ok_row(make_settings(prompt, size, **changes), trace, n_prompt_tokens=10 + prompt)
+    return ok_row(make_settings(prompt, size, **changes), trace, prompt_ids=range(10 + prompt))
 
 
 def open_store(folder: Path, rank: int = 0, world_size: int = 1, run_id: str = "run") -> Store:

@@ -59,5 +59,5 @@ def test_the_heads_way_round_does_not_show_in_the_logits(rows: int) -> None:
     target = tiny_target(dtype=torch.float32)
     hidden = torch.randn(rows, 32)
     want = hidden.double() @ target.model.get_output_embeddings().weight.double().T
-    torch.testing.assert_close(target.head(hidden).double(), want, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(target.head(hidden[None])[0], target.head(hidden))
+    torch.testing.assert_close(target.logits(hidden).double(), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(target.logits(hidden[None])[0], target.logits(hidden))

@@ -25,9 +25,10 @@ from stages_kit import (
 )
 
 from blockpilot import distill, sweep
+from blockpilot.decoding.loading import load_target
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.target import Target, load_target
+from blockpilot.decoding.target import Target
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy

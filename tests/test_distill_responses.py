@@ -249,7 +249,7 @@ def test_a_prompt_past_the_context_is_left_out_before_it_is_answered(
     """It would be refused when the finished drafter is measured."""
     asked: list[list[int]] = []
 
-    def refuses_the_first(target: Target, ids: list[int], budget: int) -> str | None:
+    def refuses_the_first(target: Target, ids: list[int], budget: int, widest: int) -> str | None:
         asked.append(ids)
         return "too long" if ids == asked[0] else None
 
@@ -257,7 +257,7 @@ def test_a_prompt_past_the_context_is_left_out_before_it_is_answered(
     given = distill_arguments(tmp_path, distill_prompts(tmp_path), "training.steps=0")
     with caplog.at_level(logging.WARNING):
         performed(distill.run, "distill", *given)
-    assert "local: 1 prompts left out, past the target's context" in caplog.text
+    assert "local: 1 prompts left out, too long for the target" in caplog.text
     rows = [row for file in tmp_path.rglob("*.parquet") for row in pq.read_table(file).to_pylist()]
     assert rows
     assert asked[0] not in [row["prompt_ids"] for row in rows]

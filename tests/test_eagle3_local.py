@@ -43,7 +43,7 @@ def test_it_drafts_for_its_target_and_the_text_is_plain_decodings(
     cycles = committed = 0
     for question in questions[:: len(questions) // N_PROMPTS][:N_PROMPTS]:
         message = [{"role": "user", "content": question.turns[0]}]
-        ids = render(pair.target.tokenizer, message, None)
+        ids = render(pair.target.tokenizer, message, None, "2025-01-01")
         sampler = KeyedSampler(temperature=temperature, prompt_hashes=[question.hash])
         traces = [decode(pair.target, each, ids, sampler, BUDGET) for each in (method, plain)]
         texts = [trace.tokens for trace in traces]

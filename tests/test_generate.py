@@ -12,7 +12,7 @@ import pytest
 from stages_kit import CONTEXT, TINY, command, composed, entered, executed, performed
 
 from blockpilot import generate
-from blockpilot.decoding.target import byte_tokenizer
+from blockpilot.decoding.loading import byte_tokenizer
 from blockpilot.errors import UserError
 from blockpilot.generate import Answer, open_pair
 

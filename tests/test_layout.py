@@ -9,12 +9,12 @@ MAX_LINES = 400
 
 # Rows from the base up: a module imports from rows below its number and from its own.
 ROWS = {
-    0: "__init__ errors paths hub rules config runtime devices tracking provenance",
+    0: "__init__ errors paths hub rules config models runtime devices tracking provenance",
     1: "prompts",
     2: "decoding.__init__ decoding.types decoding.protocols decoding.sampling decoding.cache "
     "decoding.cost decoding.cost_fits decoding.features decoding.anchors",
-    3: "decoding.timing decoding.target decoding.loop decoding.replay decoding.answers "
-    "decoding.engine decoding.divergence",
+    3: "decoding.timing decoding.target decoding.checks decoding.loading decoding.loop "
+    "decoding.replay decoding.answers decoding.engine decoding.divergence",
     4: "records",
     5: "labels sweeping",
     6: "training",

@@ -16,8 +16,8 @@ from stages_kit import composed, performed, sweep_arguments, texts_of, write_pro
 from test_metrics import frame, row
 
 from blockpilot import dataset, sweep, train
+from blockpilot.decoding.loading import load_target
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.target import load_target
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.errors import UserError
 from blockpilot.policies.blockpilot import BlockSizePolicy

@@ -27,7 +27,7 @@ def frame(rows: Iterable[dict[str, Any]], session: str = "s1") -> pd.DataFrame:
 
 
 def row(prompt: int | str, size: int, trace: FakeTrace, **changes: Any) -> dict[str, Any]:
-    return ok_row(make_settings(prompt, size, **changes), trace, n_prompt_tokens=5)
+    return ok_row(make_settings(prompt, size, **changes), trace, prompt_ids=range(5))
 
 
 def test_micro_and_macro_tau_by_hand() -> None:

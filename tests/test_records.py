@@ -84,21 +84,21 @@ def test_settings_that_fit_no_column_are_refused_by_name(changes: dict[str, obje
 def test_row_with_tokens_beyond_the_commits_is_refused() -> None:
     settings = make_settings(0, 8)
     good = make_trace([3, 4])
-    assert ok_row(settings, good, n_prompt_tokens=5)["n_new_tokens"] == 8
+    assert ok_row(settings, good, prompt_ids=range(5))["n_new_tokens"] == 8
     for broken in (
         replace(good, tokens=[*good.tokens, 1]),
         replace(good, tokens=[]),
         replace(good, verified=[1]),
     ):
         with pytest.raises(ValueError, match="set/0"):
-            ok_row(settings, broken, n_prompt_tokens=5)
+            ok_row(settings, broken, prompt_ids=range(5))
 
 
 def test_first_token_stop_and_budget_zero_have_no_cycles() -> None:
     settings = make_settings(0, 8)
-    stopped = ok_row(settings, make_trace([]), n_prompt_tokens=5)
+    stopped = ok_row(settings, make_trace([]), prompt_ids=range(5))
     assert (stopped["n_new_tokens"], stopped["committed"]) == (1, [])
-    nothing = ok_row(settings, replace(make_trace([]), tokens=[]), n_prompt_tokens=5)
+    nothing = ok_row(settings, replace(make_trace([]), tokens=[]), prompt_ids=range(5))
     assert (nothing["n_new_tokens"], nothing["committed"]) == (0, [])
 
 
@@ -107,7 +107,7 @@ def test_empty_lists_and_broken_unicode_survive(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         store.append([failed_row(make_settings(bad), RuntimeError(bad))])
         store.append([skipped_row(make_settings("long"), bad, n_prompt_tokens=9999)])
-        store.append([ok_row(make_settings("first"), make_trace([]), n_prompt_tokens=5)])
+        store.append([ok_row(make_settings("first"), make_trace([]), prompt_ids=range(5))])
     rows = read_records(tmp_path).set_index("status")
     assert rows.loc["failed", "error"] == "RuntimeError: a\\ud800b\x00 \N{SNOWMAN}"
     assert rows.loc["failed", "prompt_id"] == "set/a\\ud800b\x00 \N{SNOWMAN}"
@@ -119,7 +119,7 @@ def test_empty_lists_and_broken_unicode_survive(tmp_path: Path) -> None:
 
 def test_values_come_back_as_written(tmp_path: Path) -> None:
     settings = make_settings(3, 8, thinking=True, top_k=5, top_p=0.25, seed=2**40)
-    row = ok_row(settings, make_trace([8, 1, 3], decode_s=0.1), n_prompt_tokens=17)
+    row = ok_row(settings, make_trace([8, 1, 3], decode_s=0.1), prompt_ids=range(17))
     with open_store(tmp_path) as store:
         store.append([row])
     (stored,) = read_table(tmp_path).to_pylist()

@@ -33,7 +33,8 @@ def test_replay_equals_decode_on_real_prompts(pair: Pair, temperature: float) ->
     questions = BundledSet(name="bundled", held_out=False, formats=formats).load()
     chosen = questions[:: len(questions) // N_PROMPTS][:N_PROMPTS]
     prompts = [
-        render(target.tokenizer, [{"role": "user", "content": q.turns[0]}], None) for q in chosen
+        render(target.tokenizer, [{"role": "user", "content": q.turns[0]}], None, "2025-01-01")
+        for q in chosen
     ]
     hashes = [q.hash for q in chosen]
     sampler = KeyedSampler(temperature=temperature, prompt_hashes=hashes)

@@ -81,7 +81,7 @@ def test_replayed_rows_have_predicted_speedups_in_brackets_and_no_times(tmp_path
     for prompt in range(2):
         for size, commits in ((1, [1] * 8), (4, [4, 4])):
             settings = make_settings(prompt, size, mode="replay")
-            row = ok_row(settings, make_trace(commits), n_prompt_tokens=3)
+            row = ok_row(settings, make_trace(commits), prompt_ids=range(3))
             rows.append(row | {"predicted_decode_s": 0.5 * len(commits) * (1 if size == 1 else 2)})
     records = stored(tmp_path / "run", rows)
     table = paper_table(sweep_table(records, by_set=True), "t", 0.0).set_index("method")
@@ -94,7 +94,7 @@ def test_figures_over_sizes_leave_other_drafters_of_the_same_size_out(tmp_path: 
     alone = {name for name, *_ in figures(stored(tmp_path / "a", rows))}
     for prompt in range(3):
         settings = make_settings(prompt, 8, method="lookup", drafter="prompt_lookup")
-        rows.append(ok_row(settings, make_trace([1] * 8), n_prompt_tokens=3))
+        rows.append(ok_row(settings, make_trace([1] * 8), prompt_ids=range(3)))
     drawn = {name: figure for name, _, figure in figures(stored(tmp_path / "b", rows))}
     assert alone == set(drawn)
     (line, *_) = drawn["accepted_by_slot"].axes[0].lines
@@ -135,7 +135,7 @@ def test_published_numbers_stand_under_the_methods_that_papers_name(tmp_path: Pa
     for size in (1, 16):
         settings = make_settings(0, size, prompt_set="gsm8k")
         trace = make_trace([size] * (16 // size), decode_s=1.6 / size)
-        rows.append(ok_row(settings, trace, n_prompt_tokens=3))
+        rows.append(ok_row(settings, trace, prompt_ids=range(3)))
     records = stored(tmp_path / "run", rows)
     table = paper_table(sweep_table(records, by_set=True), "qwen3-4b", 0.0).set_index("method")
     assert list(table.index) == ["plain", "dflash16", "dflash16, published"]
@@ -200,7 +200,7 @@ def test_measured_times_have_a_table_that_can_be_read(tmp_path: Path) -> None:
 def test_one_name_in_two_modes_is_two_lines(tmp_path: Path) -> None:
     rows = rows_of(0, "maths")
     cut = make_settings(0, 4, block_mode="verify", prompt_set="maths")
-    rows.append(ok_row(cut, make_trace([2] * 4), n_prompt_tokens=3))
+    rows.append(ok_row(cut, make_trace([2] * 4), prompt_ids=range(3)))
     records = stored(tmp_path / "run", rows)
     names = list(paper_table(sweep_table(records, by_set=True), "t", 0.0)["method"])
     assert names == ["plain", "dflash4, B = 4, draft", "dflash8", "dflash4, B = 4, verify"]

@@ -12,8 +12,9 @@ import torch
 from stages_kit import CONTEXT, composed, performed, sweep_arguments, write_prompts
 
 from blockpilot import sweep
+from blockpilot.decoding.loading import load_target
 from blockpilot.decoding.loop import Method
-from blockpilot.decoding.target import Target, load_target
+from blockpilot.decoding.target import Target
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.errors import UserError

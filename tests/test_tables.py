@@ -26,7 +26,7 @@ def rows_of(prompt: int, prompt_set: str = "set", sizes: tuple[int, ...] = SIZES
         commit = min(size, 2) if size == 8 and prompt % 2 else size
         trace = make_trace([commit] * (16 // commit), decode_s=1.6 / commit * (1 + 0.1 * prompt))
         settings = make_settings(prompt, size, prompt_set=prompt_set)
-        rows.append(ok_row(settings, trace, n_prompt_tokens=3))
+        rows.append(ok_row(settings, trace, prompt_ids=range(3)))
     return rows
 
 
@@ -88,8 +88,8 @@ def test_caption_counts_skipped_failed_and_idle_prompts(tmp_path: Path) -> None:
     rows = rows_of(0)
     rows += [skipped_row(make_settings(1, s), "prompt has 9000 tokens") for s in SIZES]
     rows += [failed_row(make_settings(2, s), ValueError("non-finite logits\nx")) for s in (4, 8)]
-    rows += [ok_row(make_settings(2, 1), make_trace([1, 1]), n_prompt_tokens=3)]
-    rows += [ok_row(make_settings(3, s), make_trace([]), n_prompt_tokens=3) for s in SIZES]
+    rows += [ok_row(make_settings(2, 1), make_trace([1, 1]), prompt_ids=range(3))]
+    rows += [ok_row(make_settings(3, s), make_trace([]), prompt_ids=range(3)) for s in SIZES]
     table = sweep_table(stored(tmp_path, rows))
     text = " ".join(shown(table).split())
     assert "1 prompt skipped, first set/1: prompt has 9000 tokens" in text

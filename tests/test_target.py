@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from stages_kit import composed
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from blockpilot.decoding.target import Target, byte_tokenizer, load_target
+from blockpilot.decoding.loading import byte_tokenizer, load_target
+from blockpilot.decoding.target import Target
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
 
@@ -157,7 +158,7 @@ def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (package / "__init__.py").touch()
     (package / "weights.gguf").write_bytes(b"weights")
     spec = types.SimpleNamespace(origin=str(package / "__init__.py"))
-    find_spec = "blockpilot.decoding.target.importlib.util.find_spec"
+    find_spec = "blockpilot.decoding.loading.importlib.util.find_spec"
     monkeypatch.setattr(find_spec, lambda name: spec if name == "carrier" else None)
     monkeypatch.setenv("BLOCKPILOT_CACHE", str(tmp_path / "cache"))
     read, read_tokenizer = AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained
@@ -386,7 +387,7 @@ def test_features_of_a_forward_are_of_its_own_positions() -> None:
     assert second.features is not None
     assert [first.features.shape[0], second.features.shape[0]] == [5, 2]
     assert [first.logits.shape[0], second.logits.shape[0]] == [1, 2]
-    torch.testing.assert_close(target.head(second.hidden), second.logits, atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(target.logits(second.hidden), second.logits, atol=1e-12, rtol=1e-9)
 
 
 def test_nothing_of_a_model_is_read_by_name() -> None:

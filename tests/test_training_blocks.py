@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from decoding_kit import VOCAB, tiny_target
 
 from blockpilot.decoding.replay import slot_labels
+from blockpilot.decoding.target import LogitShape
 from blockpilot.drafters.dflash import new_config
 from blockpilot.drafters.dflash_net import DFlashNetwork
 from blockpilot.training.blocks import (
@@ -18,7 +19,7 @@ from blockpilot.training.blocks import (
     dpace_weights,
     sample_anchors,
 )
-from blockpilot.training.losses import CandidateHead, cross_entropies, expected_rows
+from blockpilot.training.losses import CandidateHead, cross_entropies, soft_targets
 
 
 def generator(seed: int) -> torch.Generator:
@@ -123,9 +124,11 @@ def loss_over(head: CandidateHead, hidden: torch.Tensor, labels: torch.Tensor, s
     """Cross-entropies and log-partitions over the candidates of one step."""
     candidates = head.draw(generator(seed))
     logits = F.linear(hidden, candidates.weight) + candidates.offset
-    rows, offsets = expected_rows(hidden, candidates, candidates.weight)
+    rows, offsets = soft_targets(hidden, candidates, candidates.weight, None)
     place = candidates.place[labels]
-    hard, _ = cross_entropies(hidden, candidates.weight, candidates.offset, place, rows, offsets)
+    hard, _ = cross_entropies(
+        hidden, candidates.weight, candidates.offset, place, rows, offsets, None
+    )
     return hard, logits.logsumexp(-1)
 
 
@@ -134,25 +137,31 @@ def test_the_loss_over_all_tokens_is_the_plain_cross_entropy(n_sampled: int | No
     weight = torch.randn(40, 8, generator=generator(0))
     hidden = torch.randn(6, 8, generator=generator(1))
     labels = torch.tensor([3, 39, 0, 5, 5, 12])
-    head = CandidateHead(weight, labels.unique(), n_sampled)
+    head = CandidateHead(weight, labels.unique(), n_sampled, None)
     losses, _ = loss_over(head, hidden, labels, 0)
     torch.testing.assert_close(losses, F.cross_entropy(hidden @ weight.T, labels, reduction="none"))
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("n_sampled", [None, 10])
-def test_soft_labels_are_the_probabilities_of_the_target(n_sampled: int | None) -> None:
+def test_soft_labels_are_the_probabilities_of_the_target(
+    n_sampled: int | None, cap: float | None
+) -> None:
     weight = torch.randn(40, 8, generator=generator(0))
     hidden, taught = torch.randn(2, 6, 8, generator=generator(1))
     labels = torch.tensor([3, 39, 0, 5, 5, 12])
-    candidates = CandidateHead(weight, labels.unique(), n_sampled).draw(generator(2))
-    rows, offsets = expected_rows(taught, candidates, candidates.weight)
-    _, soft = cross_entropies(
+    candidates = CandidateHead(weight, labels.unique(), n_sampled, cap).draw(generator(2))
+    rows, offsets = soft_targets(taught, candidates, candidates.weight, cap)
+    hard, soft = cross_entropies(
         *(hidden, candidates.weight, candidates.offset),
-        *(candidates.place[labels], rows, offsets),
+        *(candidates.place[labels], rows, offsets, cap),
     )
-    logits, teacher = (x @ candidates.weight.T + candidates.offset for x in (hidden, taught))
+    shape = LogitShape(cap=cap)
+    logits, teacher = (shape(x @ candidates.weight.T) + candidates.offset for x in (hidden, taught))
     wanted = F.cross_entropy(logits, teacher.softmax(dim=-1), reduction="none")
     torch.testing.assert_close(soft, wanted)
+    wanted = F.cross_entropy(logits, candidates.place[labels], reduction="none")
+    torch.testing.assert_close(hard, wanted)
 
 
 def test_sampled_candidates_leave_the_partition_function_unbiased() -> None:
@@ -160,7 +169,7 @@ def test_sampled_candidates_leave_the_partition_function_unbiased() -> None:
     hidden = torch.randn(5, 8, dtype=torch.float64, generator=generator(1))
     seen = torch.tensor([1, 4, 9, 33])
     labels = torch.tensor([33, 1, 4, 9, 9])
-    head = CandidateHead(weight, seen, 20)
+    head = CandidateHead(weight, seen, 20, None)
     logits = hidden @ weight.T
     partitions = []
     for seed in range(600):
@@ -178,7 +187,7 @@ def test_sampled_candidates_leave_the_partition_function_unbiased() -> None:
 def test_candidates_are_the_seen_tokens_and_distinct_others() -> None:
     weight = torch.arange(30.0)[:, None]
     seen = torch.tensor([2, 7, 29])
-    candidates = CandidateHead(weight, seen, 10).draw(generator(0))
+    candidates = CandidateHead(weight, seen, 10, None).draw(generator(0))
     ids = candidates.weight[:, 0].long().tolist()
     assert ids[:3] == seen.tolist()
     assert len(set(ids)) == len(ids) == 13

@@ -84,7 +84,7 @@ def answer(
         output = generate(target, ids, mask, sampler, padding, max_new_tokens, [watch])
         captured = tap.take().cpu() if tap is not None else None  # [R, P + T - 1, F]
     # Not the logits that processors see: `generate` hands them over in float32.
-    first = target.head(watch.hidden[0]).cpu()
+    first = target.logits(watch.hidden[0]).cpu()
     hidden = torch.stack(watch.hidden, dim=1).cpu()  # [R, T, D]
     finite = watch.finite.tolist()
     answers = []

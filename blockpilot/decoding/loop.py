@@ -33,16 +33,26 @@ class Method:
         self.policy.bind(target, self.drafter)
 
 
-def check_prompt(target: Target, prompt_ids: Sequence[int], max_new_tokens: int) -> str | None:
-    """Why this prompt cannot be decoded, or None."""
+def check_prompt(
+    target: Target, prompt_ids: Sequence[int], max_new_tokens: int, widest: int
+) -> str | None:
+    """Why this prompt cannot be decoded with blocks of up to `widest` slots, or None."""
     if not prompt_ids:
         return "the prompt has no tokens"
     if not all(isinstance(token, int) for token in prompt_ids):
         return "one prompt at a time: its token ids are a flat list of integers"
-    if len(prompt_ids) + max_new_tokens > target.max_positions:
+    if foreign := [token for token in prompt_ids if not 0 <= token < target.embed_rows]:
+        return f"token {foreign[0]} has no embedding; the target's are 0..{target.embed_rows - 1}"
+    length = f"{len(prompt_ids)} prompt tokens and {max_new_tokens} new ones"
+    end = len(prompt_ids) + max_new_tokens
+    if end > target.max_positions:
+        return f"{length} exceed the target's context of {target.max_positions}"
+    # Blocks are never shortened near the budget, so the last one may reach past it.
+    until = target.same_angles_until
+    if until is not None and end + widest - 1 > until:
         return (
-            f"{len(prompt_ids)} prompt tokens and {max_new_tokens} new ones exceed the target's "
-            f"context of {target.max_positions}"
+            f"{length} with blocks of {widest} can pass position {until}, where this target turns "
+            "all earlier keys by other angles than the cache holds"
         )
     return None
 
@@ -64,7 +74,7 @@ def decode(
     `keep_prefill` stores the prefill logits and last hidden state in the trace. Raises UserError
     for a prompt that cannot run and for logits that are not finite.
     """
-    if problem := check_prompt(target, prompt_ids, max_new_tokens):
+    if problem := check_prompt(target, prompt_ids, max_new_tokens, method.policy.widest):
         raise UserError(problem)
     if max_new_tokens == 0:
         return Trace(stop_reason="budget")

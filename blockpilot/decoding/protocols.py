@@ -31,11 +31,16 @@ class TargetModel(Protocol):
     engine: str
     timed: bool  # False where only tokens count: in a replay
 
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the weights."""
+        ...
+
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [..., D] of ids [...]."""
         ...
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of LM-head inputs [..., D]."""
         ...
 

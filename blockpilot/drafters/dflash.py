@@ -25,6 +25,7 @@ from blockpilot.drafters.checkpoints import (
     size_of,
 )
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
+from blockpilot.drafters.layers import new_shape
 from blockpilot.errors import UserError
 from blockpilot.provenance import digest
 
@@ -90,7 +91,7 @@ class DFlashDrafter:
         """Propose `n_slots - 1` tokens; the block needs no rollback, the next one overwrites it."""
         masks = self._mask_embedding.expand(n_slots - 1, -1)
         hidden = self._block(torch.cat([self._target.embed(view.anchor), masks]))  # [B, D]
-        logits = self._target.head(hidden[1:])  # [B - 1, V]
+        logits = self._target.logits(hidden[1:])  # [B - 1, V]
         self._drafted = True
         return Draft(logits.argmax(dim=-1), logits)
 
@@ -166,7 +167,7 @@ class BlockProposals:
 
     def logits(self, rows: Tensor, slot: int) -> Tensor:
         """Logits [n, V] of one slot of the anchors `rows` [n]."""
-        return self.target.head(self.hidden[rows, slot])
+        return self.target.logits(self.hidden[rows, slot])
 
 
 def load_network(checkpoint: str, target: TargetModel) -> DFlashNetwork:
@@ -214,29 +215,20 @@ def new_config(
     mask_token_id: int,
 ) -> DFlashConfig:
     """A drafter as wide as its target, reading `n_target_layers` evenly spaced layers."""
-    theirs: dict[str, Any] = target.config.to_dict()
-    room = max(1, theirs["num_hidden_layers"] - 3)
+    theirs: Any = target.config
+    depth = theirs.num_hidden_layers
+    room = max(1, depth - 3)
     if n_target_layers > room:
         raise UserError(
-            f"n_target_layers={n_target_layers}: a target of {theirs['num_hidden_layers']} layers "
-            f"has room for 1..{room}"
+            f"n_target_layers={n_target_layers}: a target of {depth} layers has room for 1..{room}"
         )
-    heads = theirs["num_attention_heads"]
     raw = {
-        "hidden_size": theirs["hidden_size"],
-        "intermediate_size": theirs["intermediate_size"],
+        **new_shape(theirs),
         "num_hidden_layers": n_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": theirs.get("num_key_value_heads", heads),
-        "head_dim": theirs.get("head_dim") or theirs["hidden_size"] // heads,
-        "rms_norm_eps": theirs.get("rms_norm_eps", 1e-6),
-        "rope_parameters": theirs.get("rope_parameters"),
-        "max_position_embeddings": theirs["max_position_embeddings"],
-        "vocab_size": theirs["vocab_size"],
         "block_size": block_size,
         "mask_token_id": mask_token_id,
-        "num_target_layers": theirs["num_hidden_layers"],
-        "target_layer_ids": default_layer_ids(theirs["num_hidden_layers"], n_target_layers),
+        "num_target_layers": depth,
+        "target_layer_ids": default_layer_ids(depth, n_target_layers),
     }
     return DFlashConfig.parse(raw, "new")
 

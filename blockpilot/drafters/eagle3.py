@@ -20,6 +20,7 @@ from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
 from blockpilot.drafters.checkpoints import fill_network, read_checkpoint, settle, size_of
 from blockpilot.drafters.eagle3_net import Eagle3Config, Eagle3Network, default_layers
+from blockpilot.drafters.layers import new_shape
 from blockpilot.errors import UserError
 from blockpilot.provenance import digest
 
@@ -252,20 +253,8 @@ def check_head(config: Eagle3Config, target: TargetModel, where: str) -> None:
 
 def new_head(target: TargetModel, vocabulary: Tensor) -> Eagle3Network:
     """A head as wide as its target with random weights, over target ids [K] in increasing order."""
-    theirs: dict[str, Any] = target.config.to_dict()
-    heads = theirs["num_attention_heads"]
-    layer = LlamaConfig(
-        hidden_size=theirs["hidden_size"],
-        intermediate_size=theirs["intermediate_size"],
-        num_attention_heads=heads,
-        num_key_value_heads=theirs.get("num_key_value_heads", heads),
-        head_dim=theirs.get("head_dim") or theirs["hidden_size"] // heads,
-        vocab_size=theirs["vocab_size"],
-        rms_norm_eps=theirs.get("rms_norm_eps", 1e-6),
-        rope_parameters=theirs.get("rope_parameters"),
-        max_position_embeddings=theirs["max_position_embeddings"],
-        num_hidden_layers=1,
-    )
+    theirs: Any = target.config
+    layer = LlamaConfig(**new_shape(theirs), num_hidden_layers=1)
     config = Eagle3Config(layer, len(vocabulary), 3 * theirs["hidden_size"], embeds=False)
     check_head(config, target, "new")
     network = Eagle3Network(config)

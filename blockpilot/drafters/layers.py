@@ -6,10 +6,14 @@ a block, H query heads, G key/value heads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
+
+_STATIC = ("default", "linear", "llama3", "yarn")  # kinds whose angles never change
 
 
 class SwiGLU(nn.Module):
@@ -57,3 +61,37 @@ def packed_attention(
     attended = torch.einsum("agqc,gcd->agqd", weights[..., :c], context_kv[1])
     attended = attended + weights[..., c:] @ block_kv[1]
     return attended.reshape(a, h, b, d)
+
+
+def new_shape(target: Any) -> dict[str, Any]:
+    """Configuration values of a new drafter's layers: as wide as its target's configuration says.
+
+    Not every target has them all under these names; mixtures of experts, for one, may say no width
+    of a dense feed-forward.
+    """
+    width, heads = target.hidden_size, target.num_attention_heads
+    return {
+        "hidden_size": width,
+        "intermediate_size": getattr(target, "intermediate_size", None) or 4 * width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(target, "head_dim", None) or width // heads,
+        "rms_norm_eps": getattr(target, "rms_norm_eps", None) or 1e-6,
+        "rope_parameters": _new_rope(target),
+        "max_position_embeddings": getattr(target, "max_position_embeddings", 1 << 30),
+        "vocab_size": target.vocab_size,
+    }
+
+
+def _new_rope(target: Any) -> dict[str, Any]:
+    """Its target's rotary parameters, where they suit heads of any kind.
+
+    Angles per kind of layer, of a part of a head or that change with the length become plain ones
+    of the same base; a target without rotary positions gives none.
+    """
+    told = getattr(target, "rope_parameters", None) or {}
+    nested = [each for each in told.values() if isinstance(each, dict)]
+    base = told.get("rope_theta") or next((each.get("rope_theta") for each in nested), None)
+    if base and told.get("rope_type") in _STATIC and "partial_rotary_factor" not in told:
+        return dict(told)
+    return {"rope_type": "default", "rope_theta": base or 10_000.0}

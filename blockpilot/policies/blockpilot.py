@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +22,8 @@ from blockpilot.policies.blockpilot_net import (
     save_predictor,
 )
 from blockpilot.provenance import digest
+
+log = logging.getLogger(__name__)
 
 _RADIUS = 2  # of the untrained predictor
 
@@ -65,8 +68,14 @@ class BlockSizePolicy:
         elif self.net is None:
             self.net = load_predictor(folder_of(f"policy {self.path}", self.path))
         config = self.net.config
+        dtype = str(target.dtype).removeprefix("torch.")
+        if config.dtype != dtype:
+            told = "trained in %s, this is %s: the target is known by its name alone"
+            log.warning(f"policy %s: {told}", self.path, config.dtype, dtype)
+        same_dtype = config.dtype == dtype
         for what, theirs, ours in (
             ("target", config.target, target.name),
+            *([("target weights", config.target_fingerprint, target.fingerprint)] * same_dtype),
             ("vocabulary", config.vocab_size, target.embed_rows),
             ("hidden_size", config.hidden_size, target.config.hidden_size),
             ("drafter", config.drafter, drafter.fingerprint),
@@ -129,6 +138,8 @@ def _random(target: TargetModel, drafter: Drafter) -> BlockSizeNet:
         depth=2,
         dropout=0.0,
         target=target.name,
+        target_fingerprint=target.fingerprint,
+        dtype=str(target.dtype).removeprefix("torch."),
         drafter=drafter.fingerprint,
         vocab_size=target.embed_rows,
         hidden_size=target.config.hidden_size,

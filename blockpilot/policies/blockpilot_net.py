@@ -34,6 +34,8 @@ class PredictorConfig:
     depth: int  # hidden layers; 0 is a linear map
     dropout: float
     target: str
+    target_fingerprint: str  # of its weights as they were loaded, in `dtype`
+    dtype: str
     drafter: str | None  # its fingerprint
     vocab_size: int  # rows of the target's LM head, padded ones included: they are read as they are
     hidden_size: int  # of the target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
@@ -17,6 +18,7 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, str]],
     thinking: bool | None,
+    date: str,
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant's next message begins.
 
@@ -24,6 +26,8 @@ def render(
         tokenizer: the target's; without a chat template the messages are joined as plain text.
         messages: {role, content} records, the user's message last.
         thinking: for templates with an `enable_thinking` switch; None leaves their default.
+        date: what a template is told that asks for today's, in ISO 8601. The clock's own would
+            give other prompts on another day.
 
     Raises:
         UserError: thinking asked of a template without the switch, a template that refuses the
@@ -35,7 +39,7 @@ def render(
         text = "\n\n".join(message["content"] for message in messages)
         ids = list(tokenizer(text)["input_ids"])
     else:
-        ids = _from_template(tokenizer, [dict(message) for message in messages], thinking)
+        ids = _from_template(tokenizer, [dict(message) for message in messages], thinking, date)
     ids = _with_one_bos(ids, tokenizer.bos_token_id)
     if not ids:
         raise UserError("the conversation has no tokens, so there is nothing to continue")
@@ -43,17 +47,28 @@ def render(
 
 
 def _from_template(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], thinking: bool | None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    thinking: bool | None,
+    date: str,
 ) -> list[int]:
     switch: dict[str, Any] = {}
-    if "enable_thinking" in tokenizer.get_chat_template():
+    template = tokenizer.get_chat_template()
+    if "strftime_now" in template:
+        template = _dated(date) + template
+    if "enable_thinking" in template:
         switch = {} if thinking is None else {"enable_thinking": thinking}
     elif thinking:
         raise UserError("thinking=true, but the model's chat template has no switch for it")
 
     def apply(tokenize: bool) -> Any:
         return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=tokenize, return_dict=False, **switch
+            messages,
+            add_generation_prompt=True,
+            tokenize=tokenize,
+            return_dict=False,
+            chat_template=template,
+            **switch,
         )
 
     try:
@@ -71,6 +86,19 @@ def _from_template(
             f" {place} on; acceptance lengths would depend on the route"
         )
     return direct
+
+
+def _dated(date: str) -> str:
+    """A macro that stands before the function of its name, which would ask the clock.
+
+    transformers hands no functions to a template, so what a format means is told in Jinja.
+    """
+    day = datetime.fromisoformat(date)
+    told = "".join(
+        f".replace({'%' + code!r}, {day.strftime('%' + code)!r})"
+        for code in (*"aAbBcdHIjmMpSUwWxXyYe", "-d", "-m")
+    )
+    return "{%- macro strftime_now(format) -%}{{ format" + told + " }}{%- endmacro -%}"
 
 
 def _with_one_bos(ids: list[int], bos: int | None) -> list[int]:

@@ -14,7 +14,8 @@ Keys
                and the method's own fields). Rows of one group are what a speedup may join, and
                only within one session.
 
-`output_sha256` is over the new token ids as little-endian int32. `divergence_at` is the first new
+`prompt_sha256` and `output_sha256` are over the token ids of the prompt (earlier turns included)
+and of what is new, as little-endian int32. `divergence_at` is the first new
 token that is not plain decoding's and `divergence_margin` the gap of the two tokens' scores there;
 both are empty for equal outputs. `drafted` counts proposed tokens and `verified` target positions
 of each cycle. Rows of mode `replay` have no measured times; `predicted_decode_s` comes from a cost
@@ -32,7 +33,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 PLAIN = "plain"  # the method that speedups and equality are measured against
 
 _INTS = pa.list_(pa.int32())
@@ -75,6 +76,8 @@ SCHEMA = pa.schema(
         # settings shared by the methods
         _column("target", pa.string()),
         _column("target_revision", pa.string(), null=True),
+        _column("target_fingerprint", pa.string()),
+        _column("tokenizer", pa.string()),  # its fingerprint, chat template included
         _column("weights", pa.string()),
         _column("temperature", pa.float64()),
         _column("top_k", pa.int32(), null=True),
@@ -85,6 +88,7 @@ SCHEMA = pa.schema(
         _column("engine", pa.string()),
         _column("device", pa.string()),
         _column("thinking", pa.bool_(), null=True),
+        _column("template_date", pa.string()),
         _column("max_new_tokens", pa.int32()),
         _column("mode", pa.string()),
         # what happened
@@ -93,6 +97,7 @@ SCHEMA = pa.schema(
         _column("error", pa.string(), null=True),
         _column("stop_reason", pa.string(), null=True),
         _column("n_prompt_tokens", pa.int32(), null=True),
+        _column("prompt_sha256", pa.string(), null=True),
         _column("n_new_tokens", pa.int32()),
         _column("output_sha256", pa.string(), null=True),
         _column("divergence_at", pa.int32(), null=True),
@@ -123,6 +128,8 @@ METHOD_FIELDS = (
 SHARED_FIELDS = (
     "target",
     "target_revision",
+    "target_fingerprint",
+    "tokenizer",
     "weights",
     "temperature",
     "top_k",
@@ -133,6 +140,7 @@ SHARED_FIELDS = (
     "engine",
     "device",
     "thinking",
+    "template_date",
     "max_new_tokens",
     "mode",
 )
@@ -169,6 +177,8 @@ class Settings:
     block_mode: str
     target: str
     target_revision: str | None
+    target_fingerprint: str
+    tokenizer: str
     weights: str
     temperature: float
     top_k: int | None
@@ -179,6 +189,7 @@ class Settings:
     engine: str
     device: str
     thinking: bool | None
+    template_date: str
     max_new_tokens: int
     mode: str
 
@@ -215,7 +226,7 @@ def group_key(settings: Settings) -> str:
     return _hash({name: getattr(settings, name) for name in names})
 
 
-def ok_row(settings: Settings, trace: Outcome, *, n_prompt_tokens: int) -> dict[str, Any]:
+def ok_row(settings: Settings, trace: Outcome, *, prompt_ids: Sequence[int]) -> dict[str, Any]:
     """Row of a decoded prompt.
 
     Raises ValueError when the counts break `sum(committed) + 1 == len(tokens)`: such a row would
@@ -230,9 +241,10 @@ def ok_row(settings: Settings, trace: Outcome, *, n_prompt_tokens: int) -> dict[
         raise ValueError(f"{settings.prompt_id}: per-cycle lists differ in length")
     row = _row(settings, "ok")
     row["stop_reason"] = trace.stop_reason
-    row["n_prompt_tokens"] = n_prompt_tokens
+    row["n_prompt_tokens"] = len(prompt_ids)
+    row["prompt_sha256"] = token_hash(prompt_ids)
     row["n_new_tokens"] = n_tokens
-    row["output_sha256"] = output_hash(trace.tokens)
+    row["output_sha256"] = token_hash(trace.tokens)
     for name in ("committed", "drafted", "verified"):
         row[name] = [int(count) for count in getattr(trace, name)]
     if settings.mode == "decode":
@@ -258,7 +270,7 @@ def failed_row(
     return _row(settings, "failed") | {"error": clean(text), "n_prompt_tokens": n_prompt_tokens}
 
 
-def output_hash(tokens: Sequence[int]) -> str:
+def token_hash(tokens: Sequence[int]) -> str:
     """sha256 hex over the token ids as little-endian int32."""
     return hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()
 

@@ -17,8 +17,17 @@ from blockpilot.records.files import replace_file
 
 
 def save_prompts(folder: Path, prompts: Sequence[Prompt]) -> None:
-    """Add prompts to those of earlier sessions of the run, atomically; the same id is replaced."""
+    """Add prompts to those of earlier sessions of the run, atomically.
+
+    Raises UserError when an id stood for another conversation there: rows would mix the two.
+    """
     known = {prompt.id: prompt for prompt in _read(folder)}
+    for prompt in prompts:
+        if prompt.id in known and known[prompt.id].hash != prompt.hash:
+            raise UserError(
+                f"prompt {prompt.id} is another conversation than in {folder}/prompts.jsonl; "
+                "choose another run_id"
+            )
     known |= {prompt.id: prompt for prompt in prompts}
     lines = [json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in known.values()]
     content = "".join(lines).encode()

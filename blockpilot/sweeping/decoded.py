@@ -78,7 +78,7 @@ class DecodedSweep(Rows):
             if plain.prefill_logits is not None and plain.prefill_hidden is not None:
                 self.keep_prefill(prompt, number, plain.prefill_logits, plain.prefill_hidden)
             for name, trace in traces.items():
-                row = ok_row(settings[name], trace, n_prompt_tokens=len(turn.ids))
+                row = ok_row(settings[name], trace, prompt_ids=turn.ids)
                 if where := parted.get(name):
                     row |= {"divergence_at": where.index, "divergence_margin": where.margin}
                 yield row

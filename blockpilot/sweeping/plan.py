@@ -12,6 +12,7 @@ from hydra.utils import get_class
 from blockpilot.config import SweepConfig
 from blockpilot.decoding.anchors import TOP
 from blockpilot.decoding.cost import load_cost
+from blockpilot.decoding.loading import config_of
 from blockpilot.devices import pick_device, pick_dtype
 from blockpilot.prompts.base import Prompt
 
@@ -31,9 +32,9 @@ def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float |
     n_sizes = len({*cfg.sizes} - {1}) + 2 * cfg.radius + 1
     n_methods = n_sizes + len(cfg.methods) + 1  # and plain decoding
     budget = cfg.decoding.max_new_tokens
-    shape = cfg.model.architecture
+    shape = config_of(cfg.model)
     width = torch.finfo(pick_dtype(cfg.dtype, cfg.model.dtype, pick_device(cfg.device))).bits // 8
-    per_turn = (shape["vocab_size"] + shape["hidden_size"]) * width
+    per_turn = (shape.vocab_size + shape.hidden_size) * width
     mode = mode_of(cfg)
     plan: dict[str, float | str] = {
         "mode": mode,

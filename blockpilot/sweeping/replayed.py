@@ -158,7 +158,7 @@ class ReplayedSweep(Rows):
                 traces[name] = choices.trace(said.tokens, said.stop_reason)
         rows = []
         for name, trace in traces.items():
-            row = ok_row(self.settings(prompt, number, name), trace, n_prompt_tokens=len(turn.ids))
+            row = ok_row(self.settings(prompt, number, name), trace, prompt_ids=turn.ids)
             if self.cost is not None:
                 trees = self.methods[name].policy.tree
                 row |= self.cost.predicted(trace, len(turn.ids), trees=trees)

@@ -72,6 +72,8 @@ class Rows:
             block_mode=policy.block_mode,
             target=cfg.model.name,
             target_revision=cfg.model.revision,
+            target_fingerprint=self.target.fingerprint,
+            tokenizer=self.target.tokenizer_fingerprint,
             weights=cfg.weights,
             temperature=cfg.decoding.temperature,
             top_k=cfg.decoding.top_k,
@@ -82,6 +84,7 @@ class Rows:
             engine=self.cfg.engine,
             device=self.target.device.type,
             thinking=cfg.model.thinking,
+            template_date=cfg.model.template_date,
             max_new_tokens=cfg.decoding.max_new_tokens,
             mode=self.mode,
         )
@@ -93,10 +96,13 @@ class Rows:
         for said, question in zip(answers, prompt.turns[1:], strict=False):
             messages.append({"role": "assistant", "content": said})
             messages.append({"role": "user", "content": question})
-        ids = render(self.target.tokenizer, messages, self.cfg.model.thinking)
+        model = self.cfg.model
+        ids = render(self.target.tokenizer, messages, model.thinking, model.template_date)
         number = len(answers)
         key = f"{prompt.hash}/{number}" if number else prompt.hash
-        return Turn(ids, key, check_prompt(self.target, ids, self.cfg.decoding.max_new_tokens))
+        widest = max(method.policy.widest for method in self.methods.values())
+        budget = self.cfg.decoding.max_new_tokens
+        return Turn(ids, key, check_prompt(self.target, ids, budget, widest))
 
     def sampler(self, hashes: Sequence[str]) -> KeyedSampler:
         """The sampler of the run for some turns."""

@@ -23,7 +23,7 @@ from blockpilot.drafters.dflash_net import DFlashNetwork
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.training.blocks import decay_weights, dpace_weights, sample_anchors
 from blockpilot.training.corpus import Corpus, Example
-from blockpilot.training.losses import CandidateHead, cross_entropies, expected_rows
+from blockpilot.training.losses import CandidateHead, cross_entropies, soft_targets
 from blockpilot.training.states import input_dtype, states_of
 from blockpilot.training.students import Autocast, walked_tau
 from blockpilot.verify.tree import verify
@@ -37,9 +37,10 @@ class DFlashStudent:
     ) -> None:
         self.network, self.target, self.settings = network, target, settings
         self.feature_layers = network.config.target_layer_ids
-        head = target.model.get_output_embeddings().weight.to(input_dtype(target))
+        head = target.head_rows.to(input_dtype(target))
         seen = corpus.response_vocabulary(target.embed_rows)
-        self.head = CandidateHead(head, seen, settings.sampled_negatives)
+        self.cap = target.logit_shape.cap
+        self.head = CandidateHead(head, seen, settings.sampled_negatives, self.cap)
         self.cross_entropies = cross_entropies
 
     def published(self) -> dict[str, Any]:
@@ -68,7 +69,7 @@ class DFlashStudent:
         places = (places - example.prompt_length)[known]
         with autocast():
             hidden = model(features, blocks_of(self.target, self.network, ids, anchors), anchors)
-            expected, offset = expected_rows(head_inputs, candidates, candidates.weight)
+            expected, offset = soft_targets(head_inputs, candidates, candidates.weight, self.cap)
             hard, soft = self.cross_entropies(
                 hidden[:, 1:][known],
                 candidates.weight,
@@ -76,6 +77,7 @@ class DFlashStudent:
                 candidates.place[labels[known]],
                 expected[places],
                 offset[places],
+                self.cap,
             )
         weights, share = self._weights(hard, known), self.settings.soft_labels
         losses = (1 - share) * hard + share * soft
@@ -122,5 +124,5 @@ def replayed_tau(network: DFlashNetwork, target: Target, example: Example) -> fl
     ):
         # Not by a call: a compiled network would be compiled again for these shapes.
         hidden = network.forward(features, blocks_of(target, network, ids, anchors), anchors)
-        predicted = target.head(hidden[:, 1:].to(target.dtype)).argmax(dim=-1)
+        predicted = target.logits(hidden[:, 1:].to(target.dtype)).argmax(dim=-1)
     return walked_tau(predicted, labels, known)

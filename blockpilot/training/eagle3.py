@@ -24,7 +24,7 @@ from blockpilot.drafters.eagle3_net import Eagle3Network, default_layers
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.training.blocks import sample_anchors
 from blockpilot.training.corpus import Example
-from blockpilot.training.losses import Candidates, cross_entropies, expected_rows
+from blockpilot.training.losses import Candidates, cross_entropies, soft_targets
 from blockpilot.training.states import input_dtype, states_of
 from blockpilot.training.students import Autocast, walked_tau
 from blockpilot.verify.tree import verify
@@ -42,11 +42,12 @@ class Eagle3Student:
         self.block_size = block_size
         self.feature_layers = default_layers(target.config.num_hidden_layers)
         ids = network.target_ids(torch.arange(len(network.d2t), device=network.d2t.device))
-        head = target.model.get_output_embeddings().weight.to(input_dtype(target))
+        head = target.head_rows.to(input_dtype(target))
         place = torch.zeros(head.shape[0], dtype=torch.int64, device=head.device)
         place[ids] = torch.arange(len(ids), device=head.device)
         no_offset = torch.zeros(1, device=head.device)
-        self.vocabulary = Candidates(head[ids.to(head.device)], no_offset, place)
+        cap = target.logit_shape.cap
+        self.vocabulary = Candidates(head[ids.to(head.device)], no_offset, place, cap)
         self.cross_entropies = cross_entropies
 
     def published(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class Eagle3Student:
         with autocast():
             hidden = model(features, self._embedded(ids[1:]), anchors, self._embedded(read))
             rows = self.network.lm_head.weight.to(hidden.dtype)
-            expected, offset = expected_rows(head_inputs, self.vocabulary, rows)
+            expected, offset = soft_targets(head_inputs, self.vocabulary, rows, None)
             _, soft = self.cross_entropies(
                 hidden[known],
                 rows,
@@ -91,6 +92,7 @@ class Eagle3Student:
                 self.vocabulary.place[labels[known]],
                 expected[places],
                 offset[places],
+                None,  # the head's own logits are under no cap
             )
         weights = (STEP_DECAY**steps).expand_as(known)[known]
         return (weights * soft).sum() / weights.sum().clamp_min(1e-6)

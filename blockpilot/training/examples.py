@@ -19,7 +19,6 @@ import pandas as pd
 import torch
 from datasets import Dataset, Features, List, Value, load_from_disk
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockpilot.decoding.cost import CostCurve, load_cost
 from blockpilot.errors import UserError
@@ -213,12 +212,8 @@ def leaks(folders: Sequence[Path], records: pd.DataFrame) -> set[str]:
 
 
 def _parameters(run: Path) -> int:
-    """Parameters of the target of a run, by the architecture in its manifest; nothing is loaded."""
-    settings = read_manifests(run)[0]["sessions"][-1]["settings"]
-    values = dict(settings["model"]["architecture"])
-    with torch.device("meta"):
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
-        return int(AutoModelForCausalLM.from_config(config).num_parameters())
+    """Parameters of the target of a run, by its manifest."""
+    return int(read_manifests(run)[0]["sessions"][-1]["provenance"]["target_parameters"])
 
 
 def _one_row_each(

@@ -20,6 +20,7 @@ class Candidates:
     weight: Tensor  # [K, D]
     offset: Tensor  # [K] log-correction of sampled tokens
     place: Tensor  # [V] index of a token among the candidates
+    cap: float | None  # that the target's logits are softly held under
 
 
 class CandidateHead:
@@ -31,8 +32,10 @@ class CandidateHead:
     whole vocabulary.
     """
 
-    def __init__(self, head: Tensor, seen: Tensor, n_sampled: int | None) -> None:
-        self.head = head  # [V, D]
+    def __init__(
+        self, head: Tensor, seen: Tensor, n_sampled: int | None, cap: float | None
+    ) -> None:
+        self.head, self.cap = head, cap  # [V, D]
         absent = torch.ones(head.shape[0], dtype=torch.bool)
         absent[seen] = False
         self.seen, self.absent = seen, absent.nonzero()[:, 0]
@@ -43,30 +46,33 @@ class CandidateHead:
         device = self.head.device
         if self.n_sampled is None:
             everything = torch.arange(self.head.shape[0], device=device)
-            return Candidates(self.head, torch.zeros(1, device=device), everything)
+            return Candidates(self.head, torch.zeros(1, device=device), everything, self.cap)
         drawn = torch.randperm(len(self.absent), generator=generator)[: self.n_sampled]
         ids = torch.cat([self.seen, self.absent[drawn]]).to(device)
         offset = torch.zeros(len(ids), device=device)
         offset[len(self.seen) :] = math.log(len(self.absent) / self.n_sampled)
         place = torch.zeros(self.head.shape[0], dtype=torch.int64, device=device)
         place[ids] = torch.arange(len(ids), device=device)
-        return Candidates(self.head[ids], offset, place)
+        return Candidates(self.head[ids], offset, place, self.cap)
 
 
-def expected_rows(
-    head_inputs: Tensor, candidates: Candidates, rows: Tensor
+def soft_targets(
+    head_inputs: Tensor, candidates: Candidates, rows: Tensor, cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The mean of `rows` [K, D] and the mean offset over the target's distribution: [R, D], [R].
+    """What `cross_entropies` reads of the target's distribution p at each of R tokens.
 
-    `head_inputs` [R, D] are those that chose the tokens of a response; `rows` W are those of the
-    head that is to learn, the target's own or another. The cross-entropy towards the target's
-    probabilities p is logsumexp(z) - sum_v p_v z_v with logits z = W h + o, and that sum is
-    h . (sum_v p_v W_v) + sum_v p_v o_v: one row per token of the response says all of p.
+    `head_inputs` [R, D] are those that chose the tokens of a response; `rows` W [K, D] and `cap`
+    are those of the head that is to learn, the target's own or another. The cross-entropy towards p
+    is logsumexp(z) - sum_v p_v z_v. With logits z = W h + o that sum is
+    h . (sum_v p_v W_v) + sum_v p_v o_v: one row [R, D] and one number [R] say all of p. Under a cap
+    the logits are no linear map, and p itself [R, K] is returned.
     """
     with torch.no_grad():
-        logits = F.linear(head_inputs, candidates.weight).float() + candidates.offset
-        probability = logits.softmax(dim=-1)
+        logits = capped(F.linear(head_inputs, candidates.weight).float(), candidates.cap)
+        probability = (logits + candidates.offset).softmax(dim=-1)
         offset = probability @ candidates.offset.expand(logits.shape[-1])
+    if cap is not None:
+        return probability, offset
     return probability.to(rows.dtype) @ rows, offset
 
 
@@ -75,13 +81,22 @@ def cross_entropies(
     weight: Tensor,  # [K, D]
     offset: Tensor,  # [K] or [1]
     labels: Tensor,  # [n]
-    expected: Tensor,  # [n, D]
+    expected: Tensor,  # [n, D], under a cap [n, K]
     expected_offset: Tensor,  # [n]
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropies [n] in float32 of LM-head inputs over K candidates: towards the labels, and
-    towards the target's distribution, which `expected_rows` describes."""
-    logits = F.linear(hidden, weight).float() + offset
-    normalizer = logits.logsumexp(dim=-1)
-    hard = normalizer - logits.gather(-1, labels[:, None])[:, 0]
-    soft = normalizer - (hidden.float() * expected.float()).sum(dim=-1) - expected_offset
-    return hard, soft
+    towards the target's distribution, which `soft_targets` describes."""
+    logits = capped(F.linear(hidden, weight).float(), cap)
+    normalizer = (logits + offset).logsumexp(dim=-1)
+    hard = normalizer - (logits + offset).gather(-1, labels[:, None])[:, 0]
+    if cap is None:
+        agreed = (hidden.float() * expected.float()).sum(dim=-1)
+    else:
+        agreed = (expected * logits).sum(dim=-1)
+    return hard, normalizer - agreed - expected_offset
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits softly held under a cap."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -53,6 +53,8 @@ def new_config(cfg: TrainConfig, examples: Examples) -> PredictorConfig:
         depth=cfg.predictor.depth,
         dropout=cfg.predictor.dropout,
         target=origin.target,
+        target_fingerprint=origin.settings["target_fingerprint"],
+        dtype=origin.settings["dtype"],
         drafter=origin.drafter,
         vocab_size=examples.logits.shape[1],
         hidden_size=examples.hidden.shape[1],

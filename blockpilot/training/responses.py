@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save
 
+from blockpilot.config import ModelConfig
 from blockpilot.decoding.answers import Answer, answer, cut, generate
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
@@ -42,8 +43,12 @@ class ResponseSettings:
     """What the text of the responses depends on; a folder holds one such setting."""
 
     target: str
+    target_fingerprint: str
+    tokenizer: str
     revision: str | None
     dtype: str
+    thinking: bool | None
+    template_date: str
     temperature: float
     seed: int
     max_new_tokens: int
@@ -60,7 +65,7 @@ class Request:
 
 
 def requests(
-    target: Target, prompts: Iterable[Prompt], thinking: bool | None, limit: int | None
+    target: Target, prompts: Iterable[Prompt], model: ModelConfig, limit: int | None
 ) -> list[Request]:
     """First turns rendered: the first `limit` by hash, so that any prefix is a fair sample."""
     ready = []
@@ -68,7 +73,9 @@ def requests(
         messages = [{"role": "user", "content": prompt.turns[0]}]
         if prompt.system is not None:
             messages.insert(0, {"role": "system", "content": prompt.system})
-        ready.append(Request(prompt, render(target.tokenizer, messages, thinking)))
+        ready.append(
+            Request(prompt, render(target.tokenizer, messages, model.thinking, model.template_date))
+        )
     return ready
 
 
@@ -120,8 +127,8 @@ def write_responses(
 
 
 def _check_shard(file: Path, batch: Sequence[Request]) -> None:
-    stored = pq.read_table(file, columns=["prompt_hash"])["prompt_hash"].to_pylist()
-    if stored != [request.prompt.hash for request in batch]:
+    stored = pq.read_table(file, columns=["prompt_ids"])["prompt_ids"].to_pylist()
+    if stored != [request.ids for request in batch]:
         raise UserError(
             f"{file} holds responses to other prompts than this run asks for; "
             "choose another run_id or delete the folder"

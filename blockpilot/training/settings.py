@@ -11,21 +11,29 @@ from blockpilot.errors import UserError
 from blockpilot.records.files import make_folder, replace_file
 
 
-def keep_settings(file: Path, settings: Mapping[str, Any], *, what: str) -> None:
+def keep_settings(
+    file: Path, settings: Mapping[str, Any], *, what: str, parts: Mapping[str, Any] | None = None
+) -> None:
     """Write the settings of new work into a JSON file, or compare them with those that stand there.
+
+    `parts` are settings of what later work may add to: new ones are written down beside the old.
 
     Raises:
         UserError: a setting differs from the one that `what` was made with, naming it.
     """
-    text = json.dumps(settings, indent=1)
-    if not file.exists():
+    asked = json.loads(json.dumps(settings))  # tuples as the lists that a file gives back
+    added = json.loads(json.dumps(dict(parts or {})))
+    found: dict[str, Any] = {}
+    if file.exists():
+        found = json.loads(file.read_text())
+        for key, value in {**added, **asked}.items():
+            if found.get(key) != value and (key in asked or key in found):
+                raise UserError(
+                    f"{what} in {file.parent} made with {key}={found.get(key)}, this run has "
+                    f"{value}; choose another run_id or paths.outputs"
+                )
+    now = {**found, **asked, **added}
+    if now != found:
         make_folder(file.parent)
-        replace_file(file, lambda stream: stream.write(text.encode()))
-        return
-    found = json.loads(file.read_text())
-    for key, value in json.loads(text).items():
-        if found.get(key) != value:
-            raise UserError(
-                f"{what} in {file.parent} made with {key}={found.get(key)}, this run has {value}; "
-                "choose another run_id or paths.outputs"
-            )
+        text = json.dumps(now, indent=1).encode()
+        replace_file(file, lambda stream: stream.write(text))

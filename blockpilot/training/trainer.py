@@ -20,6 +20,7 @@ from accelerate.utils import gather_object
 
 from blockpilot.config import TrainingConfig
 from blockpilot.devices import has_16_bit_products
+from blockpilot.provenance import digest
 from blockpilot.records.files import replace_file
 from blockpilot.tracking import Tracker
 from blockpilot.training.corpus import Corpus
@@ -60,6 +61,7 @@ class DrafterTrainer:
             student.compile(settings.compile)
         self.model = self.accelerator.prepare(student.network)
         self.optimizer = DrafterOptimizer(student.network, settings)
+        self.first_weights = digest(student.network) if settings.init else None
         self.step = 0
         self.seconds = 0.0  # of all runs that this training took
 
@@ -92,6 +94,7 @@ class DrafterTrainer:
             "responses": len(self.corpus),
             "response_tokens": self.corpus.response_tokens,
             "drafter": self.student.published(),
+            "first_weights": self.first_weights,
         }
 
     def save(self) -> None:
