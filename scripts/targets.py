@@ -2,7 +2,7 @@
 
     python scripts/targets.py                 # all families of the installed transformers
     python scripts/targets.py llama gpt2      # some
-    python scripts/targets.py > conf/model/README.md
+    python scripts/targets.py > conf/model/README.md    # what the README links to
 
 For every `model_type` a random model of four layers is made in float64. What passes the checks that
 loading makes (decoding/checks.py) must then decode plainly what `generate` says, decode with a
@@ -35,6 +35,15 @@ from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.verify.tree import verify
 
+DRAFTER: dict[str, Any] = {"checkpoint": "random"}
+LOADS, REFUSED, NOT_TRIED = "Loads", "Refused", "Not tried"
+HEAD = """# Targets, family by family
+
+What `python scripts/targets.py` finds with transformers {version}: every `model_type` of a causal
+LM, built tiny with random weights in float64. One that loads keeps the laws: plain decoding equals
+`generate`, decoding with a drafter equals plain decoding, a replay equals decoding. One that is
+refused is told so in one line when it is loaded, before any prompt is read. A checkpoint can differ
+from the tiny model of its family; what it is gets checked again when it is loaded."""
 LARGEST = 5_000_000  # parameters of a model that counts as tiny
 PROMPT = [5, 17, 3, 42, 8]
 BUDGET = 12
@@ -82,6 +91,11 @@ SMALL: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {  # what a family cannot be built or judged without
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "stablelm": {"num_key_value_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "gpt_oss": {"sliding_window": 8},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "granite": {"logits_scaling": 8.0},
     "gemma2": {"final_logit_softcapping": 3.0},
@@ -92,6 +106,7 @@ def tiny_model(family: str) -> PreTrainedModel:
     """A random causal LM of a `model_type` in float64; raises what its classes raise."""
     default = CONFIG_MAPPING[family]().get_text_config()
     known = default.to_dict()
+    known |= {name: known.get(own) for name, own in default.attribute_map.items()}
     values = {name: value for name, value in SMALL.items() if known.get(name) is not None}
     if kinds := known.get("layer_types"):
         chosen = list(dict.fromkeys(kinds))
@@ -155,31 +170,28 @@ def broken_law(model: PreTrainedModel) -> str | None:
     return None
 
 
-DRAFTER: dict[str, Any] = {"checkpoint": "random"}
-
-
 def verdicts(families: list[str]) -> Iterator[tuple[str, str, str]]:
-    """(family, loads / refused / not tried, reason) of each."""
+    """(family, verdict, reason) of each."""
     for family in families:
         try:
             model = tiny_model(family)
         except Exception as error:  # classes of a hundred families, each with its own ways
-            yield family, "not tried", f"no tiny model of it was made ({_first_line(error)})"
+            yield family, NOT_TRIED, _first_line(error)
             continue
         try:
             broken = broken_law(model)
         except UserError as error:
-            yield family, "refused", str(error).removeprefix(f"{model.config.model_type}: ")
+            yield family, REFUSED, str(error).removeprefix(f"{model.config.model_type}: ")
             continue
         except Exception as error:
             yield family, "defect", _first_line(error)
             continue
-        yield family, "refused" if broken else "loads", broken or ""
+        yield family, REFUSED if broken else LOADS, broken or ""
 
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:100]}"
+    return f"{type(error).__name__}: {lines[0][:90]}"
 
 
 def main() -> None:
@@ -193,10 +205,16 @@ def main() -> None:
     for row in verdicts(families):
         print(*row, sep="\t", file=sys.stderr, flush=True)
         rows.append(row)
-    counts = {state: sum(row[1] == state for row in rows) for state in ("loads", "refused")}
-    print(f"transformers {transformers.__version__}: {counts}")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
+    print(HEAD.format(version=transformers.__version__))
+    for state in (LOADS, REFUSED, NOT_TRIED):
+        mine = [row for row in rows if row[1] == state]
+        print(f"\n## {state}: {len(mine)}\n")
+        if state == LOADS:
+            print(", ".join(family for family, _, _ in mine))
+            continue
+        for reason in dict.fromkeys(row[2] for row in mine):
+            names = ", ".join(row[0] for row in mine if row[2] == reason)
+            print(f"- {names}: {reason}")
 
 
 if __name__ == "__main__":

@@ -48,11 +48,11 @@ def check_prompt(
     if end > target.max_positions:
         return f"{length} exceed the target's context of {target.max_positions}"
     # Blocks are never shortened near the budget, so the last one may reach past it.
-    until = target.same_angles_until
-    if until is not None and end + widest - 1 > until:
+    last = target.hard_end
+    if last is not None and end + widest - 1 > last:
         return (
-            f"{length} with blocks of {widest} can pass position {until}, where this target turns "
-            "all earlier keys by other angles than the cache holds"
+            f"{length} with blocks of {widest} can pass position {last}, where this target's "
+            "positions end or begin to mean something else than its cache holds"
         )
     return None
 

@@ -25,9 +25,6 @@ from blockpilot.provenance import digest
 log = logging.getLogger(__name__)
 
 _FEW = 64
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose angles, also of positions that a cache holds, change once a
-sequence passes the length that the model was first trained with."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Target:
         self.device, self.dtype = model.device, model.dtype
         self.layers = _layers(model)
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 1 << 30)
-        self.same_angles_until = _same_angles_until(self.config)
+        self.hard_end = _hard_end(model)
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         if not isinstance(self._head, nn.Linear):
             raise UserError("its LM head is no linear layer")
@@ -190,17 +187,23 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def _same_angles_until(config: Any) -> int | None:
-    """Length up to which a position's rotary angles stay what they are; None: for ever."""
+def _hard_end(model: PreTrainedModel) -> int | None:
+    """Length that no forward may pass, blocks that reach past the budget included; None: any may.
+
+    Past it learned position embeddings end, or rotary angles change, also those of the keys that a
+    cache holds.
+    """
+    config = model.config.get_text_config()
     told = getattr(config, "rope_parameters", None) or {}
-    kinds = [told, *(each for each in told.values() if isinstance(each, dict))]
-    limits = [
-        each.get("original_max_position_embeddings")
-        or getattr(config, "original_max_position_embeddings", None)
-        or config.max_position_embeddings
-        for each in kinds
-        if each.get("rope_type") in _LENGTH_DEPENDENT
-    ]
+    limits = []
+    for each in (told, *(each for each in told.values() if isinstance(each, dict))):
+        if each.get("rope_type") == "dynamic":
+            limits.append(config.max_position_embeddings)
+        elif each.get("rope_type") == "longrope":
+            limits.append(each["original_max_position_embeddings"])
+    for name, module in model.get_decoder().named_children():
+        if isinstance(module, nn.Embedding) and "pos" in name:
+            limits.append(config.max_position_embeddings)
     return min(limits, default=None)
 
 

@@ -72,15 +72,23 @@ def new_shape(target: Any) -> dict[str, Any]:
     width, heads = target.hidden_size, target.num_attention_heads
     return {
         "hidden_size": width,
-        "intermediate_size": getattr(target, "intermediate_size", None) or 4 * width,
+        "intermediate_size": _one(target, "intermediate_size") or 4 * width,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(target, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(target, "head_dim", None) or width // heads,
-        "rms_norm_eps": getattr(target, "rms_norm_eps", None) or 1e-6,
+        "num_key_value_heads": _one(target, "num_key_value_heads") or heads,
+        "head_dim": _one(target, "head_dim") or width // heads,
+        "rms_norm_eps": _one(target, "rms_norm_eps") or 1e-6,
         "rope_parameters": _new_rope(target),
-        "max_position_embeddings": getattr(target, "max_position_embeddings", 1 << 30),
+        "max_position_embeddings": _one(target, "max_position_embeddings") or 1 << 20,
         "vocab_size": target.vocab_size,
     }
+
+
+def _one(target: Any, name: str) -> Any:
+    """A value of a configuration; None where it has none, or one that varies by layer."""
+    try:
+        return getattr(target, name, None)
+    except RuntimeError:
+        return None
 
 
 def _new_rope(target: Any) -> dict[str, Any]:
