@@ -36,7 +36,8 @@ from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.verify.tree import verify
 
 DRAFTER: dict[str, Any] = {"checkpoint": "random"}
-LOADS, REFUSED, NOT_TRIED = "Loads", "Refused", "Not tried"
+LOADS, REFUSED, BROKEN = "Loads", "Refused", "Loads, and breaks a law"
+NOT_TRIED = "Not tried"
 HEAD = """# Targets, family by family
 
 What `python scripts/targets.py` finds with transformers {version}: every `model_type` of a causal
@@ -186,7 +187,7 @@ def verdicts(families: list[str]) -> Iterator[tuple[str, str, str]]:
         except Exception as error:
             yield family, "defect", _first_line(error)
             continue
-        yield family, REFUSED if broken else LOADS, broken or ""
+        yield family, BROKEN if broken else LOADS, broken or ""
 
 
 def _first_line(error: Exception) -> str:
@@ -206,7 +207,7 @@ def main() -> None:
         print(*row, sep="\t", file=sys.stderr, flush=True)
         rows.append(row)
     print(HEAD.format(version=transformers.__version__))
-    for state in (LOADS, REFUSED, NOT_TRIED):
+    for state in (LOADS, BROKEN, REFUSED, NOT_TRIED):
         mine = [row for row in rows if row[1] == state]
         print(f"\n## {state}: {len(mine)}\n")
         if state == LOADS:

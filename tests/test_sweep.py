@@ -19,7 +19,7 @@ from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.errors import UserError
 from blockpilot.records.prefill import read_prefill
-from blockpilot.records.schema import output_hash
+from blockpilot.records.schema import token_hash
 from blockpilot.reporting.tables import sweep_table
 from blockpilot.sweeping import decoded as sweeping
 
@@ -126,7 +126,7 @@ def test_every_output_is_the_one_that_was_decoded_and_plain_decodings(run: Run) 
     hashes = rows.groupby(["prompt_id", "turn"])["output_sha256"].unique()
     assert all(len(each) == 1 for each in hashes)
     assert len({each[0] for each in hashes}) == 5, "the texts of different prompts differ"
-    made = {output_hash(call.tokens) for call in run.calls if call.budget == 6}
+    made = {token_hash(call.tokens) for call in run.calls if call.budget == 6}
     assert {each[0] for each in hashes} == made
     assert rows["divergence_at"].isna().all()
 

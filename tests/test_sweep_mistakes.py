@@ -98,10 +98,10 @@ def test_a_conversation_that_cannot_be_rendered_hides_no_other(
 ) -> None:
     render = rows.render
 
-    def refusing(tokenizer: Any, messages: Any, thinking: Any) -> list[int]:
+    def refusing(tokenizer: Any, messages: Any, *how: Any) -> list[int]:
         if "two" in messages[-1]["content"]:
             raise UserError("the model's chat template refuses the messages")
-        return render(tokenizer, messages, thinking)
+        return render(tokenizer, messages, *how)
 
     monkeypatch.setattr(rows, "render", refusing)
     with pytest.raises(IncompleteError, match=r"failed prompts: 1 \(local/p00\)"):

@@ -128,8 +128,6 @@ METHOD_FIELDS = (
 SHARED_FIELDS = (
     "target",
     "target_revision",
-    "target_fingerprint",
-    "tokenizer",
     "weights",
     "temperature",
     "top_k",
@@ -143,6 +141,9 @@ SHARED_FIELDS = (
     "template_date",
     "max_new_tokens",
     "mode",
+    # After what explains them: the dtype changes the weights that are loaded.
+    "target_fingerprint",
+    "tokenizer",
 )
 _ALLOWED = {
     "block_mode": ("draft", "verify"),

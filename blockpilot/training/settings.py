@@ -26,7 +26,7 @@ def keep_settings(
     found: dict[str, Any] = {}
     if file.exists():
         found = json.loads(file.read_text())
-        for key, value in {**added, **asked}.items():
+        for key, value in {**asked, **added}.items():
             if found.get(key) != value and (key in asked or key in found):
                 raise UserError(
                     f"{what} in {file.parent} made with {key}={found.get(key)}, this run has "
