@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from blockpilot.config import JobConfig, PipelineConfig, explain, typed
+from blockpilot.config import JobConfig, PipelineConfig, as_typed, explain, typed
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
 from blockpilot.records.files import make_folder, replace_file
@@ -136,7 +136,7 @@ def _composed(words: Sequence[str]) -> Any:
     )
     try:
         with finder:
-            return typed(hydra.compose(words[0], list(words[1:])), schema)
+            return typed(hydra.compose(words[0], as_typed(words[1:])), schema)
     except (UserError, HydraException) as error:
         told = error if isinstance(error, UserError) else explain(error)
         raise UserError(f"{shlex.join(words)}: {told}") from error

@@ -87,6 +87,7 @@ def test_a_valid_configuration_is_merged_resolved_and_read_only() -> None:
         ("weights=none", ["weights=none", "pretrained, random"]),
         ("paths.outputs=' '", ["paths.outputs", "a folder"]),
         ("run_id=../x", ["run_id=../x", "letters"]),
+        ("run_id=1_1", ["run_id=11: read as a number", "\"run_id='1_1'\""]),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_in_one_line(override: str, told: list[str]) -> None:
