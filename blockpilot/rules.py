@@ -172,7 +172,7 @@ def validate(cfg: Any, rules: Iterable[Rule] = RULES) -> None:
 
 def _check(cfg: Any, rules: Iterable[Rule], path: str) -> None:
     for rule in rules:
-        value = OmegaConf.select(cfg, rule.key)
+        value: Any = OmegaConf.select(cfg, rule.key)
         try:
             fits = value is None or rule.holds(value)
         except TypeError:  # a component's keys have no type that would have been checked before
@@ -187,5 +187,5 @@ def _components(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
         return
     if "_target_" in node:
         yield path, node
-    for key in node:
+    for key in map(str, node):
         yield from _components(node._get_node(key), f"{path}{key}.")

@@ -47,6 +47,8 @@ from blockpilot.errors import UserError
 from blockpilot.multirun import PLANNED, PlannedJob
 
 RUN_ID = "BLOCKPILOT_RUN_ID"
+WAIT = timedelta(days=30)
+"""For other processes of a launch: their work takes as long as it takes, and who dies ends all."""
 
 
 class IncompleteError(Exception):
@@ -136,7 +138,7 @@ def meet(place: str) -> None:
     key = f"blockpilot/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{place}"
     if store.add(key, 1) == world().size:
         store.set(f"{key}/all", "here")
-    store.wait([f"{key}/all"], timedelta(days=30))
+    store.wait([f"{key}/all"], WAIT)
 
 
 def _launch_store() -> Any:

@@ -30,6 +30,7 @@ class Corpus:
     """The conversations of some shards, in their order."""
 
     def __init__(self, shards: Sequence[Path]) -> None:
+        self.prompt_ids: list[str] = []  # of the conversations
         self._rows: list[tuple[str, list[int], int, Path, int, int]] = []
         for file in shards:
             self._read(file)
@@ -45,6 +46,7 @@ class Corpus:
             start += len(ids) - 1
             answered += len(row["response_ids"])
             if len(row["response_ids"]) >= 2:  # an anchor needs a successor
+                self.prompt_ids.append(row["prompt_id"])
                 self._rows.append((row["prompt_set"], ids, len(row["prompt_ids"]), *place))
 
     def __len__(self) -> int:
