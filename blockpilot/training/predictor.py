@@ -23,6 +23,7 @@ from blockpilot.policies.blockpilot_net import FEATURES, BlockSizeNet, Predictor
 from blockpilot.records.files import replace_file
 from blockpilot.tracking import Tracker
 from blockpilot.training.examples import Examples
+from blockpilot.training.settings import damaged, load_state
 
 log = logging.getLogger(__name__)
 
@@ -122,19 +123,27 @@ class PredictorTrainer:
             self.net.scale.copy_(1 / features.std(dim=0).clamp_min(1e-6))
 
     def resume(self, examples: str) -> None:
-        """Continue from the checkpoint, if there is one of the same `examples` (their digest)."""
+        """Continue from the checkpoint, if there is one of the same `examples` (their digest).
+
+        Raises UserError when it is damaged.
+        """
         self.examples = examples
         if not self.checkpoint.exists():
             return
-        state = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
+        parts = ("examples", "net", "optimizer", "epoch", "best_epoch", "best_regret", "best")
+        state = load_state(self.checkpoint, self.device, parts)
         if state["examples"] != examples:
             log.info(
                 "the examples are others than those of the checkpoint: training from the start"
             )
             return
-        if (optimizer := state["optimizer"]) is not None:  # not finished
-            self.net.load_state_dict(state["net"])
-            self.optimizer.load_state_dict(optimizer)
+        try:
+            self.net.load_state_dict(state["best"])
+            if (optimizer := state["optimizer"]) is not None:  # not finished
+                self.net.load_state_dict(state["net"])
+                self.optimizer.load_state_dict(optimizer)
+        except Exception as error:  # of what else a checkpoint may hold
+            raise damaged(self.checkpoint, error) from error
         self.epoch, self.best_epoch = state["epoch"], state["best_epoch"]
         self.best_regret, self.best = state["best_regret"], state["best"]
         log.info("continuing at epoch %d", self.epoch)

@@ -26,7 +26,7 @@ from blockpilot.records.files import replace_file
 from blockpilot.tracking import Tracker
 from blockpilot.training.corpus import Corpus
 from blockpilot.training.optimizer import DrafterOptimizer
-from blockpilot.training.settings import keep_settings
+from blockpilot.training.settings import damaged, keep_settings, load_state
 from blockpilot.training.students import Student
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ class DrafterTrainer:
     def resume(self) -> None:
         """Continue from the checkpoint of this folder, if there is one.
 
-        Raises UserError when it was made with other settings, naming the first that differs.
+        Raises UserError when it was made with other settings, naming the first that differs, or is
+        damaged.
         """
         file = self.checkpoint.with_name("training.json")
         leads = self.accelerator.is_main_process
@@ -79,9 +80,13 @@ class DrafterTrainer:
             return
         if leads or file.exists():
             keep_settings(file, self._made_with(), what="a checkpoint")
-        state = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
-        self.network.load_state_dict(state["network"])
-        self.optimizer.load(state["optimizer"])
+        parts = ("network", "optimizer", "step", "seconds", "made_by")
+        state = load_state(self.checkpoint, self.device, parts)
+        try:
+            self.network.load_state_dict(state["network"])
+            self.optimizer.load(state["optimizer"])
+        except Exception as error:  # of what else a checkpoint may hold
+            raise damaged(self.checkpoint, error) from error
         self.step, self.seconds, self.made_by = state["step"], state["seconds"], state["made_by"]
         log.info("continuing at step %d", self.step)
 
