@@ -140,8 +140,8 @@ def load_predictor(folder: Path) -> BlockSizeNet:
     if wanted != found:
         key = next(k for k in {*wanted, *found} if wanted.get(k) != found.get(k))
         raise UserError(
-            f"policy {folder}: model.safetensors: {key} has shape {found.get(key)}, its config.json means "
-            f"{wanted.get(key)}"
+            f"policy {folder}: model.safetensors: {key} has shape {found.get(key)}, config.json "
+            f"means {wanted.get(key)}"
         )
     for key, value in weights.items():
         if not (value.is_floating_point() and value.isfinite().all()):
