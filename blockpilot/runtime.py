@@ -45,6 +45,7 @@ from rich.logging import RichHandler
 from blockpilot.config import Schema, as_typed, explain, typed
 from blockpilot.errors import UserError
 from blockpilot.multirun import PLANNED, PlannedJob
+from blockpilot.stored import fitted
 
 RUN_ID = "BLOCKPILOT_RUN_ID"
 WAIT = timedelta(days=30)
@@ -297,6 +298,16 @@ def _status_file() -> str:
     return f"status.rank{rank}.json" if rank else "status.json"
 
 
+@dataclass(frozen=True)
+class _Status:
+    """What a status file holds."""
+
+    status: str
+    error: str | None
+    overrides: list[str]
+    made_by: list[str] | None = None
+
+
 def write_status(
     folder: Path,
     status: str,
@@ -333,8 +344,8 @@ def write_status(
 def read_status(file: Path) -> dict[str, Any]:
     """What `write_status` wrote into a file; nothing where there is none that can be read."""
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return vars(fitted(_Status, json.loads(file.read_text(encoding="utf-8"))))
+    except (OSError, ValueError):
         return {}
 
 

@@ -221,6 +221,14 @@ def test_a_job_that_is_run_again_leaves_no_old_trace(call: Call, tmp_path: Path)
     assert not (tmp_path / "out/again/error.txt").exists()
 
 
+@pytest.mark.parametrize("text", ["", "[1]", '{"status": "done", "made_by": 5}', '{"status": '])
+def test_a_damaged_status_is_no_status(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    assert runtime.read_status(tmp_path / "status.json") == {}
+    runtime.write_status(tmp_path, "done", ["seed=1"])
+    assert runtime.read_status(tmp_path / "status.json")["made_by"] == ["seed=1"]
+
+
 def test_every_job_of_a_multirun_starts_alike_under_its_own_run_id(call: Call) -> None:
     threads = torch.get_num_threads()
     seen: dict[str, tuple[float, ...]] = {}
