@@ -8,9 +8,12 @@ constructor of a component is its schema.
 """
 
 import difflib
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -308,6 +311,26 @@ class GenerateConfig(StageConfig):
 Schema = TypeVar("Schema", bound=JobConfig)
 
 
+def as_typed(overrides: Iterable[str]) -> list[str]:
+    """Overrides for Hydra with run ids quoted that it would read as numbers: 1_1 as 11, 007 as 7.
+
+    Ids with commas between them, of a multirun, are quoted one by one.
+    """
+    parser = OverridesParser.create()
+
+    def text(run_id: str) -> str:
+        read = parser.parse_override(f"run_id={run_id}").value()
+        return run_id if isinstance(read, str) else f"'{run_id}'"
+
+    found = [
+        (each, re.fullmatch(r"(\+{0,2}run_id=)([\w.-]+(?:,[\w.-]+)*)", each)) for each in overrides
+    ]
+    return [
+        each if parts is None else parts[1] + ",".join(map(text, parts[2].split(",")))
+        for each, parts in found
+    ]
+
+
 def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
     """Merge a composed configuration into its schema and check every value.
 
@@ -318,6 +341,8 @@ def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
         UserError: a key is unknown or missing, or a value is of the wrong type or out of range.
     """
     try:
+        if isinstance(run_id := OmegaConf.select(cfg, "run_id"), int | float):
+            raise UserError(f"run_id={run_id}: read as a number; write it as \"run_id='1_1'\"")
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:

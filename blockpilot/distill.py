@@ -29,8 +29,7 @@ from omegaconf import OmegaConf
 
 from blockpilot.config import DistillConfig
 from blockpilot.decoding.loading import config_of, load_target
-from blockpilot.decoding.loop import Method, check_prompt, decode
-from blockpilot.decoding.sampling import KeyedSampler
+from blockpilot.decoding.loop import check_prompt
 from blockpilot.decoding.target import Target
 from blockpilot.drafters.dflash import check_fits, load_network, new_config
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
@@ -44,11 +43,12 @@ from blockpilot.prompts.local import LocalSet
 from blockpilot.provenance import facts
 from blockpilot.records.files import make_folder, replace_file
 from blockpilot.reporting.tables import show_plan
-from blockpilot.runtime import stage, world
+from blockpilot.runtime import WAIT, stage, world
 from blockpilot.tracking import tracked
 from blockpilot.training.corpus import Corpus
 from blockpilot.training.dflash import DFlashStudent
 from blockpilot.training.eagle3 import Eagle3Student
+from blockpilot.training.held_out import held_out_taus
 from blockpilot.training.model_card import model_card
 from blockpilot.training.responses import (
     Request,
@@ -88,7 +88,7 @@ def run(cfg: DistillConfig) -> Path:
     target = load_target(cfg)
     if target.dtype == torch.float64:
         raise UserError("dtype=float64: training computes in bfloat16 or float32; use one of them")
-    processes = PartialState(cpu=target.device.type == "cpu")
+    processes = PartialState(cpu=target.device.type == "cpu", timeout=WAIT)
     # Left alone, a rank that ends while another's threads still talk to it can abort that one.
     atexit.register(processes.destroy_process_group)
     weights = {"target": cfg.model.name, "target_fingerprint": target.fingerprint}
@@ -119,7 +119,16 @@ def run(cfg: DistillConfig) -> Path:
         finished = folder / name
         if processes.is_main_process:
             student.save(finished)
-            taus = held_out_taus(cfg, target, student.method(finished), prompts)
+        processes.wait_for_everyone()
+        taus = held_out_taus(
+            target,
+            student.method(finished),
+            {k: _chosen(cfg, target, v) for k, v in _by_set(prompts, VALIDATION).items()},
+            temperature=cfg.decoding.temperature,
+            seed=cfg.seed,
+            max_new_tokens=cfg.decoding.max_new_tokens,
+        )
+        if processes.is_main_process:
             tracker.summarise({f"tau/{name}": tau for name, tau in taus.items()})
             card = model_card(
                 name, kind_of(cfg), cfg, corpus, taus, trainer.seconds, trainer.made_by
@@ -370,28 +379,6 @@ def _answer(
                 log.info("%s %s: batch %d/%d, %.0f/s", split, name, index + 1, len(work), pace)
         shards += [shard_file(answers, index) for index in range(len(work))]
     return shards
-
-
-def held_out_taus(
-    cfg: DistillConfig, target: Target, method: Method, prompts: Sequence[Prompt]
-) -> dict[str, float]:
-    """Macro tau per prompt set at the trained size, by the decode loop, on validation prompts."""
-    method.bind(target)
-    taus = {}
-    for name, group in _by_set(prompts, VALIDATION).items():
-        per_prompt = []
-        for request in _chosen(cfg, target, group):
-            sampler = KeyedSampler(
-                temperature=cfg.decoding.temperature,
-                seed=cfg.seed,
-                prompt_hashes=[request.prompt.hash],
-            )
-            trace = decode(target, method, request.ids, sampler, cfg.decoding.max_new_tokens)
-            if trace.committed:
-                per_prompt.append(sum(trace.committed) / len(trace.committed))
-        if per_prompt:
-            taus[name] = round(sum(per_prompt) / len(per_prompt), 3)
-    return taus
 
 
 @stage(

@@ -35,11 +35,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from blockpilot.config import JobConfig, PipelineConfig, explain, typed
+from blockpilot.config import JobConfig, PipelineConfig, as_typed, explain, typed
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
 from blockpilot.records.files import make_folder, replace_file
 from blockpilot.runtime import IncompleteError, obstacle, seed_everything, stage, write_status
+from blockpilot.stored import first_line, fitted
 from blockpilot.sweeping.plan import mode_of
 
 log = logging.getLogger("blockpilot.pipeline")  # __name__ is __main__ under python -m
@@ -105,7 +106,12 @@ def _done(file: Path, wanted: Sequence[Step]) -> list[Step]:
     """Leading steps that an earlier run finished, as far as their commands are still the same."""
     if not file.exists():
         return []
-    stored = [Step(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
+    try:
+        stored = [fitted(Step, each) for each in json.loads(file.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{file}: no list of steps ({first_line(error)}); delete it to begin with the first"
+        ) from error
     done: list[Step] = []
     for old, new in zip(stored, wanted, strict=False):
         if old.command != new.command:
@@ -136,7 +142,7 @@ def _composed(words: Sequence[str]) -> Any:
     )
     try:
         with finder:
-            return typed(hydra.compose(words[0], list(words[1:])), schema)
+            return typed(hydra.compose(words[0], as_typed(words[1:])), schema)
     except (UserError, HydraException) as error:
         told = error if isinstance(error, UserError) else explain(error)
         raise UserError(f"{shlex.join(words)}: {told}") from error

@@ -24,8 +24,9 @@ from blockpilot.config import ReportConfig
 from blockpilot.decoding.cost import load_cost
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
+from blockpilot.records.files import read_csv
 from blockpilot.records.store import read_records
-from blockpilot.reporting.evaluation import narrow
+from blockpilot.reporting.evaluation import COMPARED, COMPARED_BY, narrow
 from blockpilot.reporting.figures import figures
 from blockpilot.reporting.pages import Drawn, Section, write_report
 from blockpilot.reporting.paper import paper_table
@@ -117,7 +118,7 @@ def sweep_section(run: Path) -> Section:
 
 def evaluation_sections(run: Path) -> Iterator[Section]:
     """Predictors against the best fixed size: by tau or predicted speed, then by measured time."""
-    lines = pd.read_csv(run / "evaluation.csv")
+    lines = _evaluation(run)
     kept = [name for name in _KEPT if name in lines and lines[name].notna().any()]
     table = pd.DataFrame({name: [_told(name, value) for value in lines[name]] for name in kept})
     yield Section(
@@ -136,7 +137,8 @@ def evaluation_sections(run: Path) -> Iterator[Section]:
         data=lines,
     )
     if (run / "timed.csv").exists():
-        timed = pd.read_csv(run / "timed.csv")
+        needed = (*COMPARED_BY, *COMPARED)
+        timed = read_csv(run / "timed.csv", needed=needed, numbers=COMPARED)
         yield Section(
             name=f"timed-{run.name}",
             title=f"Evaluation {run.name}: measured times",
@@ -151,9 +153,17 @@ def evaluation_sections(run: Path) -> Iterator[Section]:
         )
 
 
+def _evaluation(run: Path) -> pd.DataFrame:
+    return read_csv(
+        run / "evaluation.csv",
+        needed=("prompt_set", "method", "unit", "fixed_size"),
+        numbers=[name for name, form in _KEPT.items() if form != "{}"],
+    )
+
+
 def compared_predictors(runs: Sequence[Path]) -> Iterator[Section]:
     """The ablation: a line per predictor of all evaluations, over all prompts, where it has two."""
-    read = {run: pd.read_csv(run / "evaluation.csv") for run in runs if _is_evaluation(run)}
+    read = {run: _evaluation(run) for run in runs if _is_evaluation(run)}
     lines = [
         frame.assign(evaluation=run.name) for run, frame in read.items() if "features" in frame
     ]

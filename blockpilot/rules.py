@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from blockpilot.errors import UserError
 
@@ -40,10 +39,22 @@ def one_of(key: str, names: Iterable[str]) -> Rule:
     return Rule(key, lambda value: value in names, ", ".join(names))
 
 
-def at_least(key: str, smallest: int) -> Rule:
-    """Return the rule that the value of `key` is a finite number not under `smallest`."""
-    allowed = f"a number >= {smallest}"
-    return Rule(key, lambda value: math.isfinite(value) and value >= smallest, allowed)
+def number(key: str, low: float, high: float, *, above: bool = False) -> Rule:
+    """Return the rule that the value of `key`, or every one of a list, is in a range.
+
+    The range is low <= value <= high; with `above` it is low < value <= high.
+    """
+
+    def holds(value: Any) -> bool:
+        values = value if isinstance(value, Sequence) else [value]
+        return all(low < each <= high or (each == low and not above) for each in values)
+
+    return Rule(key, holds, f"a number {'>' if above else '>='} {low} and <= {high}")
+
+
+def sizes(key: str, low: int, high: int) -> Rule:
+    """Return the rule that every value of the list `key` is in a range."""
+    return Rule(key, number(key, low, high).holds, f"a list of sizes >= {low} and <= {high}")
 
 
 def matches(key: str, pattern: str, allowed: str) -> Rule:
@@ -59,25 +70,35 @@ def is_date(text: str) -> bool:
         return False
 
 
+_TOKENS = 1_000_000  # more than any context
+_BLOCK = 1024  # slots of a block, positions of a tree
+_BATCH = 65_536  # examples in memory together
+_COUNT = 10**9  # a 32-bit column of the records holds it
+
 RULES = (
-    at_least("decoding.max_new_tokens", 0),
-    at_least("decoding.temperature", 0),
-    at_least("decoding.top_k", 0),
-    Rule("decoding.top_p", lambda value: 0 < value <= 1, "a number > 0 and <= 1"),
-    at_least("block_size", 1),
-    at_least("radius", 0),
-    Rule("sizes", lambda sizes: all(size >= 1 for size in sizes), "a list of sizes >= 1"),
-    Rule("trees", lambda sizes: all(size >= 2 for size in sizes), "a list of sizes >= 2"),
+    number("decoding.max_new_tokens", 0, _TOKENS),
+    number("decoding.temperature", 0, 100),
+    number("decoding.top_k", 0, _TOKENS),
+    number("decoding.top_p", 0, 1, above=True),
+    number("block_size", 1, _BLOCK),
+    number("radius", 0, _BLOCK),
+    sizes("sizes", 1, _BLOCK),
+    sizes("trees", 2, _BLOCK),
     one_of("block_mode", BLOCK_MODES),
     one_of("mode", MODES),
-    at_least("replay.batch_size", 1),
-    Rule("replay.memory_gb", lambda value: 0 < value < math.inf, "a number > 0"),
-    Rule("contexts", lambda lengths: min(lengths, default=0) >= 1, "a list of lengths >= 1"),
-    at_least("repeats", 1),
-    at_least("prompts.limit", 1),
+    number("replay.batch_size", 1, _BATCH),
+    number("replay.memory_gb", 0, 100_000, above=True),
+    Rule(
+        "contexts",
+        lambda lengths: len(lengths) > 0 and number("", 1, _TOKENS).holds(lengths),
+        f"a list of lengths >= 1 and <= {_TOKENS}, not empty",
+    ),
+    number("repeats", 1, 10_000),
+    number("prompts.limit", 1, _COUNT),
     Rule("seed", lambda value: 0 <= value < 2**32, "a whole number >= 0 and < 2**32"),
-    at_least("threads", 1),
-    at_least("processes", 1),
+    number("threads", 1, 1024),
+    number("processes", 1, 1024),
+    number("records.timed", 1, _COUNT),
     matches("device", r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda, cuda:<index>"),
     one_of("dtype", ("auto", *DTYPES)),
     one_of("model.dtype", DTYPES),
@@ -85,45 +106,96 @@ RULES = (
     one_of("attention", ATTENTION),
     one_of("engine", ENGINES),
     one_of("weights", WEIGHTS),
-    at_least("responses.limit", 1),
-    at_least("responses.validation", 1),
+    number("responses.limit", 1, _COUNT),
+    Rule(
+        "responses.limit_of",
+        lambda limits: number("", 0, _COUNT).holds(list(limits.values())),
+        f"sets with a limit >= 0 and <= {_COUNT}",
+    ),
+    number("responses.validation", 1, _COUNT),
     Rule(
         "responses.self_written",
-        lambda sets: all(each.count >= 1 for each in sets.values()),
-        "sets with a count >= 1",
+        lambda sets: number("", 1, _COUNT).holds([each.count for each in sets.values()]),
+        f"sets with a count >= 1 and <= {_COUNT}",
     ),
-    at_least("responses.batch_size", 1),
-    at_least("new_drafter.n_layers", 1),
-    at_least("new_drafter.n_target_layers", 1),
-    at_least("new_drafter.block_size", 2),
-    at_least("new_drafter.draft_vocabulary", 1),
-    at_least("training.steps", 0),
-    at_least("training.sequences_per_step", 1),
-    at_least("training.anchors_per_sequence", 1),
+    number("responses.batch_size", 1, _BATCH),
+    number("new_drafter.n_layers", 1, 1000),
+    number("new_drafter.n_target_layers", 1, 1000),
+    number("new_drafter.block_size", 2, _BLOCK),
+    number("new_drafter.mask_token_id", 0, _COUNT),
+    number("new_drafter.draft_vocabulary", 1, _COUNT),
+    number("training.steps", 0, _COUNT),
+    number("training.sequences_per_step", 1, _BATCH),
+    number("training.anchors_per_sequence", 1, _BATCH),
+    number("training.learning_rate", 0, 10, above=True),
+    number("training.weight_decay", 0, 10),
+    number("training.warmup", 0, 1),
+    number("training.clip", 0, _COUNT, above=True),
     one_of("training.slot_weights", SLOT_WEIGHTS),
-    Rule("training.soft_labels", lambda share: 0 <= share <= 1, "a number from 0 to 1"),
+    number("training.gamma", 0, _COUNT, above=True),
+    number("training.soft_labels", 0, 1),
+    number("training.sampled_negatives", 1, _COUNT),
     one_of("training.compile", COMPILERS),
+    number("training.log_every", 1, _COUNT),
+    number("training.evaluate_every", 1, _COUNT),
     one_of("label", LABELS),
     one_of("objective", OBJECTIVES),
-    Rule("sharpness", lambda value: 0 < value < math.inf, "a number > 0"),
-    at_least("predictor.hidden", 1),
-    at_least("predictor.depth", 0),
+    number("sharpness", 0, _COUNT, above=True),
+    number("predictor.hidden", 1, _BATCH),
+    number("predictor.depth", 0, 1000),
     Rule("predictor.dropout", lambda value: 0 <= value < 1, "a number >= 0 and < 1"),
-    at_least("epochs", 1),
-    at_least("patience", 1),
-    at_least("batch_size", 1),
+    number("epochs", 1, _COUNT),
+    number("patience", 1, _COUNT),
+    number("batch_size", 1, _BATCH),
+    number("learning_rate", 0, 10, above=True),
     matches("paths.outputs", r".*\S.*", "a folder"),
     matches("run_id", r"\w[\w.-]*", "letters, digits, '-', '_' and '.'"),
 )
 
+COMPONENT_RULES = (
+    number("alpha", 0, 1000, above=True),
+    number("block_size", 1, _BLOCK),
+    number("depth", 0, _BLOCK),
+    number("examples", 0, _COUNT),
+    number("max_ngram", 1, _TOKENS),
+    number("max_turns", 1, _COUNT),
+    number("nodes", 1, _BLOCK),
+    number("top_k", 1, _BLOCK),
+    *(
+        Rule(key, lambda value: isinstance(value, str), "text")
+        for key in ("checkpoint", "path", "cost")
+    ),
+)
+"""Values that constructors of components take; some allow still fewer themselves."""
+
 
 def validate(cfg: Any, rules: Iterable[Rule] = RULES) -> None:
-    """Check the values of `cfg` against `rules`.
+    """Check the values of `cfg` against `rules`, those of its components against their own.
 
     Raises:
         UserError: naming the key, the value and what is allowed.
     """
+    _check(cfg, rules, "")
+    for path, node in _components(cfg, ""):
+        _check(node, COMPONENT_RULES, path)
+
+
+def _check(cfg: Any, rules: Iterable[Rule], path: str) -> None:
     for rule in rules:
-        value = OmegaConf.select(cfg, rule.key)
-        if value is not None and not rule.holds(value):
-            raise UserError(f"{rule.key}={value}: must be {rule.allowed}")
+        value: Any = OmegaConf.select(cfg, rule.key)
+        try:
+            fits = value is None or rule.holds(value)
+        except TypeError:  # a component's keys have no type that would have been checked before
+            fits = False
+        if not fits:
+            raise UserError(f"{path}{rule.key}={value}: must be {rule.allowed}")
+
+
+def _components(node: Any, path: str) -> Iterator[tuple[str, DictConfig]]:
+    """Nodes that name a class, anywhere in a configuration, with the dotted path to their keys."""
+    if not isinstance(node, DictConfig) or node._is_none():
+        return
+    if "_target_" in node:
+        yield path, node
+    for key in map(str, node):
+        yield from _components(node._get_node(key), f"{path}{key}.")

@@ -25,19 +25,15 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import filter_overrides
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
@@ -46,10 +42,14 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.logging import RichHandler
 
-from blockpilot.config import Schema, explain, typed
+from blockpilot.config import Schema, as_typed, explain, typed
 from blockpilot.errors import UserError
+from blockpilot.multirun import PLANNED, PlannedJob
+from blockpilot.stored import fitted
 
 RUN_ID = "BLOCKPILOT_RUN_ID"
+WAIT = timedelta(days=30)
+"""For other processes of a launch: their work takes as long as it takes, and who dies ends all."""
 
 
 class IncompleteError(Exception):
@@ -139,7 +139,7 @@ def meet(place: str) -> None:
     key = f"blockpilot/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{place}"
     if store.add(key, 1) == world().size:
         store.set(f"{key}/all", "here")
-    store.wait([f"{key}/all"], timedelta(days=30))
+    store.wait([f"{key}/all"], WAIT)
 
 
 def _launch_store() -> Any:
@@ -170,87 +170,73 @@ def stage(
             name = f"blockpilot.{Path(inspect.getfile(task)).stem}"
             if os.environ.get("WORLD_SIZE", "1") != "1":
                 name += f"[rank {os.environ.get('RANK')}]"
-            launch = _Launch(name)
+            codes: list[int] = []  # of the one job of a run, which is always in this process
 
             @functools.wraps(task)
             def job(cfg: DictConfig) -> None:
-                _run_job(launch, task, cfg, schema)
+                codes.append(_run_job(name, task, cfg, schema))
 
-            sys.exit(_run_jobs(launch, compose(job)))
+            sys.exit(_run_jobs(name, compose(job), codes))
 
         return main
 
     return decorate
 
 
-@dataclass(frozen=True)
-class _Job:
-    """How one job ended: status done, failed or interrupted."""
-
-    number: int | None  # of a multirun, else None
-    status: str
-    exit_code: int
-    told: str | None  # the error in one line
-
-
-@dataclass
-class _Launch:
-    """One call of a stage's `main`."""
-
-    name: str
-    jobs: list[_Job] = field(default_factory=list)
-    planned: list[str] = field(default_factory=list)  # overrides of all jobs of a multirun
-
-
-def _run_jobs(launch: _Launch, hydra_main: Callable[[], Any]) -> int:
+def _run_jobs(name: str, hydra_main: Callable[[], Any], codes: Sequence[int]) -> int:
     """Let Hydra run the jobs; return the exit status."""
     show_traces = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    PLANNED.clear()
+    sys.argv = [sys.argv[0], *as_typed(sys.argv[1:])]
+    code = 0
     try:
         # Hydra raises its errors, where it would print them, when told to show them in full.
         with _environment({RUN_ID: run_id(), "HYDRA_FULL_ERROR": "1"}):
             hydra_main()
-        code = max((job.exit_code for job in launch.jobs), default=0)
     except KeyboardInterrupt:
-        _say(f"{launch.name}: interrupted")
+        _say(f"{name}: interrupted")
         code = 130
-    except (UserError, HydraException, OmegaConfBaseException, OSError, ValueError) as error:
-        if show_traces:
+    except Exception as error:
+        told = (UserError, HydraException, OmegaConfBaseException, OSError, ValueError)
+        # A launcher raises anything when a process of its own is lost; the summary says more.
+        if show_traces or not (PLANNED or isinstance(error, told)):
             raise
-        _say(f"{launch.name}: error: {obstacle(error) or explain(error)}")
+        _say(f"{name}: error: {obstacle(error) or explain(error)}")
         code = 2
-    if launch.planned:
-        _summarise(launch)
-        code = 1 if code == 2 else code
-    return code
+    if not PLANNED:
+        return max([code, *codes])
+    done = _summarise(name, PLANNED)
+    return 130 if code == 130 else int(code > 0 or not done)
 
 
 def _run_job(
-    launch: _Launch, task: Callable[[Schema], None], cfg: DictConfig, schema: type[Schema]
-) -> None:
-    """Run one job and note how it ended; raises nothing but an interrupt.
+    name: str, task: Callable[[Schema], None], cfg: DictConfig, schema: type[Schema]
+) -> int:
+    """Run one job, note in its folder how it ended, and return the exit status that it deserves.
 
-    Hydra shows the first error of a multirun and hides the others, so it gets to see none.
+    Hydra shows the first error of a multirun and hides the others, so it gets to see none but an
+    interrupt.
     """
     hydra_facts = HydraConfig.get()
     folder = Path(hydra_facts.runtime.output_dir)
     overrides = list(filter_overrides(hydra_facts.overrides.task))
-    number, label = None, launch.name
+    number, label = None, name
     if hydra_facts.mode == RunMode.MULTIRUN:
         number = int(hydra_facts.job.num)
         label += f": job {number} ({' '.join(overrides)})"
-        launch.planned = launch.planned or _planned_jobs()
-        cfg.run_id = f"{cfg.run_id}-{number}"
     threads = torch.get_num_threads()
     status, code, told, trace = "done", 0, None, None
     try:
         setup_logging()
         write_status(folder, "running", overrides)
+        if number is not None and isinstance(cfg.run_id, str):
+            cfg.run_id = f"{cfg.run_id}-{number}"
         checked = typed(cfg, schema)
         seed_everything(checked.seed)
         torch.set_num_threads(checked.threads or threads)
         task(checked)
     except KeyboardInterrupt:
-        status, code = "interrupted", 130
+        status = "interrupted"
         raise
     except Exception as error:
         status, told, trace = "failed", obstacle(error), traceback.format_exc()
@@ -261,12 +247,12 @@ def _run_job(
                 _say(trace)
         _say(f"{label}: error: {told}")
     finally:
-        launch.jobs.append(_Job(number, status, code, told))
         write_status(folder, status, overrides, told, trace)
         torch.set_num_threads(threads)
         # The model of this job must be gone before the next one loads its own.
         gc.collect()
         torch.cuda.empty_cache()
+    return code
 
 
 def obstacle(error: BaseException) -> str | None:
@@ -285,32 +271,41 @@ def obstacle(error: BaseException) -> str | None:
     return None
 
 
-def _planned_jobs() -> list[str]:
-    """Overrides of every job of this multirun, in order: Hydra tells a job only its own."""
-    sweeper = HydraConfig.get().sweeper
-    if not sweeper._target_.endswith(".BasicSweeper"):
-        return []
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    given = get_args_parser().parse_args().overrides
-    overrides = [f"{key}={value}" for key, value in (sweeper.params or {}).items()] + given
-    batches = BasicSweeper.split_arguments(parser.parse_overrides(overrides), None)
-    return [" ".join(filter_overrides(job)) for batch in batches for job in batch]
+def _summarise(name: str, planned: Sequence[PlannedJob]) -> bool:
+    """Say which jobs of a multirun are done, failed and missing (interrupted or never begun).
 
-
-def _summarise(launch: _Launch) -> None:
-    """Say which jobs of a multirun are done, failed and missing (interrupted or never begun)."""
-    ended = {job.number: job for job in launch.jobs}
+    Returns whether all are done.
+    """
     lines: dict[str, list[str]] = {"done": [], "failed": [], "missing": []}
-    for number, overrides in enumerate(launch.planned):
-        job = ended.get(number)
-        status = job.status if job and job.status in lines else "missing"
-        error = f": {job.told}" if job and job.told else ""
-        lines[status].append(f"  {status:8} {number} ({overrides}){error}")
+    for number, job in enumerate(planned):
+        file = job.folder / _status_file()
+        ours = job.written.get(file.name) != job.before.get(file.name)
+        facts = read_status(file) if ours else {}
+        status = facts["status"] if facts.get("status") in lines else "missing"
+        error = f": {' '.join(facts['error'].split())}" if facts.get("error") else ""
+        lines[status].append(f"  {status:8} {number} ({job.overrides}){error}")
     counts = ", ".join(f"{len(some)} {status}" for status, some in lines.items())
-    _say(f"{launch.name}: {len(launch.planned)} jobs: {counts}")
+    _say(f"{name}: {len(planned)} jobs: {counts}")
     for some in lines.values():
         for line in some:
             _say(line)
+    return len(lines["done"]) == len(planned)
+
+
+def _status_file() -> str:
+    """Ranks above 0 write files of their own."""
+    rank = world().rank
+    return f"status.rank{rank}.json" if rank else "status.json"
+
+
+@dataclass(frozen=True)
+class _Status:
+    """What a status file holds."""
+
+    status: str
+    error: str | None
+    overrides: list[str]
+    made_by: list[str] | None = None
 
 
 def write_status(
@@ -323,25 +318,25 @@ def write_status(
     """Write how a job stands into its folder: status.json, and error.txt where there is a trace.
 
     `made_by` are the overrides of the last job that ended well and was no plan: what later calls
-    that are refused leave in the folder is its work. Ranks above 0 write files of their own. A
-    failure to write is told, not raised: it must not hide the error that is being written down.
+    that are refused leave in the folder is its work. A failure to write is told, not raised: it
+    must not hide the error that is being written down.
     """
-    rank = world().rank
-    suffix = f".rank{rank}" if rank else ""
-    made_by = read_status(folder / f"status{suffix}.json").get("made_by")
-    if status == "done" and "plan=true" not in overrides:
+    name = _status_file()
+    trace_file = folder / name.replace("status", "error").replace(".json", ".txt")
+    made_by = read_status(folder / name).get("made_by")
+    if status == "done" and "plan=true" not in map(str.lower, overrides):
         made_by = overrides
     facts = {"status": status, "error": error, "overrides": overrides, "made_by": made_by}
-    files = {f"status{suffix}.json": json.dumps(facts, indent=2) + "\n"}
+    files = {folder / name: json.dumps(facts, indent=2) + "\n"}
     if trace is not None:
-        files[f"error{suffix}.txt"] = trace
+        files[trace_file] = trace
     try:
-        for name, text in files.items():
-            part = folder / f"{name}.part"
+        for file, text in files.items():
+            part = file.with_name(f"{file.name}.part")
             part.write_text(text, encoding="utf-8")
-            part.replace(folder / name)
+            part.replace(file)
         if trace is None:
-            (folder / f"error{suffix}.txt").unlink(missing_ok=True)
+            trace_file.unlink(missing_ok=True)
     except OSError as problem:
         _say(f"cannot write {problem.filename}: {problem.strerror}")
 
@@ -349,8 +344,8 @@ def write_status(
 def read_status(file: Path) -> dict[str, Any]:
     """What `write_status` wrote into a file; nothing where there is none that can be read."""
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return vars(fitted(_Status, json.loads(file.read_text(encoding="utf-8"))))
+    except (OSError, ValueError):
         return {}
 
 

@@ -1,9 +1,11 @@
 """Laws of the configuration: schemas say what is wrong; files agree with each other and code."""
 
 import inspect
-from dataclasses import MISSING, fields
+import math
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ReadonlyConfigError
+from stages_kit import SCHEMAS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockpilot.config import JobConfig, ModelConfig, StageConfig, typed
@@ -87,6 +90,7 @@ def test_a_valid_configuration_is_merged_resolved_and_read_only() -> None:
         ("weights=none", ["weights=none", "pretrained, random"]),
         ("paths.outputs=' '", ["paths.outputs", "a folder"]),
         ("run_id=../x", ["run_id=../x", "letters"]),
+        ("run_id=1_1", ["run_id=11: read as a number", "\"run_id='1_1'\""]),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_in_one_line(override: str, told: list[str]) -> None:
@@ -96,6 +100,56 @@ def test_a_wrong_key_or_value_is_refused_in_one_line(override: str, told: list[s
     assert "\n" not in message
     for part in told:
         assert part in message
+
+
+NEITHER_END = {int: (-(10**12), 10**12), float: (-1e12, 1e12, math.inf, -math.inf, math.nan)}
+
+
+def numbers(kind: Any) -> Iterator[tuple[str, Any, type]]:
+    """Numeric leaves below a type: dotted key, the tree around a value for it, int or float."""
+    if kind in (int, float):
+        yield "", lambda wrong: wrong, kind
+    elif is_dataclass(kind):
+        for name, inner in get_type_hints(kind).items():
+            for key, tree, leaf in numbers(inner):
+                yield f".{name}{key}", lambda wrong, n=name, t=tree: {n: t(wrong)}, leaf
+    elif get_origin(kind) is dict:
+        for key, tree, leaf in numbers(get_args(kind)[1]):
+            yield f".x{key}", lambda wrong, t=tree: {"x": t(wrong)}, leaf
+    else:  # a list, or optional
+        for inner in get_args(kind):
+            for key, tree, leaf in numbers(inner):
+                listed = get_origin(kind) is list
+                yield key, (lambda wrong, t=tree: [t(wrong)]) if listed else tree, leaf
+
+
+@pytest.mark.parametrize("stage", SCHEMAS)
+def test_every_number_of_a_stage_has_a_range_with_two_ends(stage: str) -> None:
+    found = list(numbers(SCHEMAS[stage]))
+    assert {".seed", ".threads"} <= {key for key, _, _ in found}
+    for key, tree, kind in found:
+        for wrong in NEITHER_END[kind]:
+            # nothing else is in the tree, so it is this key's rule that refuses
+            with pytest.raises(UserError, match="must be") as caught:
+                validate(OmegaConf.create(tree(wrong)))
+            assert str(caught.value).startswith(key.split(".x")[0][1:]), key
+
+
+@pytest.mark.parametrize("path", COMPONENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_number_of_a_component_has_a_range_with_two_ends(path: Path) -> None:
+    for node in components(OmegaConf.load(path)):
+        for name, kind in get_type_hints(get_class(node._target_).__init__).items():
+            for _, tree, leaf in numbers(kind):
+                for wrong in (*NEITHER_END[leaf], "many"):
+                    component = {"_target_": node._target_, name: tree(wrong)}
+                    with pytest.raises(UserError, match=rf"methods.x.policy.{name}=.*: must be"):
+                        validate(OmegaConf.create({"methods": {"x": {"policy": component}}}))
+
+
+def test_a_component_that_reads_a_file_is_given_text() -> None:
+    for key in ("checkpoint", "path", "cost"):
+        with pytest.raises(UserError, match=f"drafter.{key}=7: must be text"):
+            validate(OmegaConf.create({"drafter": {"_target_": "x", key: 7}}))
 
 
 def test_a_missing_key_is_named() -> None:

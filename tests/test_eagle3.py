@@ -191,6 +191,8 @@ def test_settings_that_cannot_be_are_refused() -> None:
             Eagle3Drafter(**{**good, key: value})
     with pytest.raises(UserError, match=r"checkpoint=null: no EAGLE-3 head of .* is known"):
         Eagle3Drafter(**{**good, "checkpoint": None}).bind(tiny_target())
+    with pytest.raises(UserError, match=r"checkpoint=null: no DFlash drafter of .* is known"):
+        DFlashDrafter(checkpoint=None).bind(tiny_target())
 
 
 @pytest.mark.parametrize("name", ["dflash", "eagle3"])

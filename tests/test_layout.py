@@ -9,7 +9,8 @@ MAX_LINES = 400
 
 # Rows from the base up: a module imports from rows below its number and from its own.
 ROWS = {
-    0: "__init__ errors paths hub rules config models runtime devices tracking provenance",
+    0: "__init__ errors stored paths hub rules config models multirun runtime devices tracking "
+    "provenance",
     1: "prompts",
     2: "decoding.__init__ decoding.types decoding.protocols decoding.sampling decoding.cache "
     "decoding.cost decoding.cost_fits decoding.features decoding.anchors",

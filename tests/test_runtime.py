@@ -25,6 +25,7 @@ defaults:
   - _self_
   - model/smollm2-135m
   - override hydra/job_logging: none
+  - override hydra/callbacks: jobs
 decoding: {{max_new_tokens: 8, temperature: 0, top_k: 0, top_p: 1}}
 paths: {{outputs: out}}
 run_id: ${{oc.env:{runtime.RUN_ID}}}
@@ -48,7 +49,8 @@ def call(
 ) -> Iterator[Call]:
     """Run a stage with a task and command-line arguments: its exit status and stderr."""
     (tmp_path / "stage.yaml").write_text(STAGE)
-    (tmp_path / "model").symlink_to(conf_dir() / "model")
+    for group in ("model", "hydra"):
+        (tmp_path / group).symlink_to(conf_dir() / group)
     monkeypatch.chdir(tmp_path)
     handlers = logging.getLogger().handlers[:]
 
@@ -199,6 +201,7 @@ def test_an_interrupt_ends_a_multirun_and_names_what_is_missing(call: Call, tmp_
         if cfg.seed == 1:
             raise KeyboardInterrupt
 
+    call(nothing, "-m", "seed=0,1,2", "run_id=m")  # what it leaves is not this launch's
     code, told = call(task, "-m", "seed=0,1,2", "run_id=m")
     assert code == 130
     assert told.splitlines()[-2:] == [
@@ -216,6 +219,14 @@ def test_a_job_that_is_run_again_leaves_no_old_trace(call: Call, tmp_path: Path)
     assert call(nothing, "run_id=again")[0] == 0
     assert status(tmp_path / "out/again")["status"] == "done"
     assert not (tmp_path / "out/again/error.txt").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"status": "done", "made_by": 5}', '{"status": '])
+def test_a_damaged_status_is_no_status(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    assert runtime.read_status(tmp_path / "status.json") == {}
+    runtime.write_status(tmp_path, "done", ["seed=1"])
+    assert runtime.read_status(tmp_path / "status.json")["made_by"] == ["seed=1"]
 
 
 def test_every_job_of_a_multirun_starts_alike_under_its_own_run_id(call: Call) -> None:
@@ -237,6 +248,16 @@ def test_a_run_id_is_new_each_time_or_the_given_one(monkeypatch: pytest.MonkeyPa
     assert runtime.run_id() != runtime.run_id()
     monkeypatch.setenv(runtime.RUN_ID, "given")
     assert runtime.run_id() == "given"
+
+
+@pytest.mark.parametrize("given", ["1_1", "007", "12e4567", "2026_03_01", "true"])
+def test_a_run_id_is_taken_as_typed(call: Call, tmp_path: Path, given: str) -> None:
+    seen: list[str] = []
+    assert call(lambda cfg: seen.append(cfg.run_id), f"run_id={given}")[0] == 0
+    assert call(lambda cfg: seen.append(cfg.run_id), "-m", f"run_id=a,{given}")[0] == 0
+    assert seen == [given, "a-0", f"{given}-1"]
+    folders = {file.parent.name for file in (tmp_path / "out").glob("*/status.json")}
+    assert folders == set(seen)
 
 
 def test_processes_of_one_launch_agree_on_a_run_id(tmp_path: Path) -> None:

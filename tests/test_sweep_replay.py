@@ -100,6 +100,19 @@ def test_the_same_run_id_repeats_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     pd.testing.assert_frame_equal(first, again)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_answers_do_not_depend_on_who_shares_the_batch(tmp_path: Path, dtype: str) -> None:
+    found = []
+    for size in (1, 2, 32):
+        given = [f"replay.batch_size={size}", f"dtype={dtype}", f"run_id=by{size}"]
+        rows = performed(sweep.run, "sweep", *arguments(tmp_path, *given))
+        found.append(rows.set_index(["prompt_id", "turn", "method"]))
+    for other in found[1:]:
+        for column in ("output_sha256", "committed"):
+            assert found[0][column].map(str).equals(other[column].map(str))
+    assert found[0]["output_sha256"].nunique() > 3
+
+
 def test_a_prompt_that_fails_does_not_take_its_batch_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

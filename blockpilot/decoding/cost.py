@@ -21,6 +21,7 @@ from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Trace
 from blockpilot.errors import UserError
 from blockpilot.provenance import facts
+from blockpilot.stored import fitted
 
 PARTS = ("draft_s", "verify_s", "policy_s", "other_s")
 _AFTER_DRAFT = ("verify_s", "policy_s", "other_s")
@@ -173,14 +174,12 @@ def load_cost(path: str | Path, settings: Mapping[str, Any]) -> CostCurve:
     first that differs.
     """
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-        points = [CostPoint(**point) for point in raw["points"]]
-        curve = CostCurve(raw["settings"], raw["machine"], points, raw.get("predictor_s"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        curve = fitted(CostCurve, json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
         raise UserError(
             f"cost={path}: no cost curve ({error}); measure one with python -m blockpilot.cost"
         ) from error
-    if not points:
+    if not curve.points:
         raise UserError(f"cost={path}: holds no point")
     for key, value in settings.items():
         if curve.settings.get(key) != value:

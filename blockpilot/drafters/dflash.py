@@ -46,7 +46,7 @@ class DFlashDrafter:
     replayable = True
     has_marginals = True
 
-    def __init__(self, *, checkpoint: str) -> None:
+    def __init__(self, *, checkpoint: str | None) -> None:
         self.checkpoint = checkpoint
         self.fingerprint: str | None = None
         self.shape: str | None = None
@@ -61,6 +61,11 @@ class DFlashDrafter:
 
         Raises UserError naming the key or the mismatch, before anything is generated.
         """
+        if self.checkpoint is None:
+            raise UserError(
+                f"drafter.checkpoint=null: no DFlash drafter of {target.name} is known; name one, "
+                "or train one with python -m blockpilot.distill"
+            )
         if self.network is None:
             self.network = load_network(self.checkpoint, target)
             self.fingerprint = f"{self.checkpoint}@{digest(self.network)}"

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from blockpilot.errors import UserError
+from blockpilot.rules import BLOCK_MODES
+from blockpilot.stored import fitted
 
 FEATURES = ("logits", "normalized", "softmax", "top_k", "hidden", "summary")
 TOP = 64  # candidates of the features `top_k`
@@ -121,24 +123,48 @@ def save_predictor(net: BlockSizeNet, folder: Path) -> None:
 
 
 def load_predictor(folder: Path) -> BlockSizeNet:
-    """The predictor of a folder. Raises UserError when it is missing, incomplete or misshapen."""
+    """The predictor of a folder. Raises UserError when it is missing, misshapen or not finite."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config = PredictorConfig(**{**raw, "sizes": tuple(raw["sizes"])})
+        config = fitted(PredictorConfig, raw)
+        for key, fits in _sensible(config).items():
+            if not fits:
+                raise ValueError(f"{key} is {getattr(config, key)}")
+    except (OSError, ValueError) as error:
+        raise UserError(f"policy {folder}: no predictor in config.json ({error})") from error
+    try:
         weights = load_file(folder / "model.safetensors")
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise UserError(f"policy {folder}: no predictor ({error})") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"policy {folder}: cannot read model.safetensors ({error})") from error
     net = BlockSizeNet(config)
     wanted = {key: list(value.shape) for key, value in net.state_dict().items()}
     found = {key: list(value.shape) for key, value in weights.items()}
     if wanted != found:
         key = next(k for k in {*wanted, *found} if wanted.get(k) != found.get(k))
         raise UserError(
-            f"policy {folder}: tensor {key} has shape {found.get(key)}, its config.json means "
-            f"{wanted.get(key)}"
+            f"policy {folder}: model.safetensors: {key} has shape {found.get(key)}, config.json "
+            f"means {wanted.get(key)}"
         )
+    for key, value in weights.items():
+        if not (value.is_floating_point() and value.isfinite().all()):
+            raise UserError(f"policy {folder}: model.safetensors: {key} holds values not finite")
     net.load_state_dict(weights)
     return net.eval()
+
+
+def _sensible(config: PredictorConfig) -> dict[str, bool]:
+    """Whether the values of a configuration can be a predictor's, by key."""
+    sizes = config.sizes
+    return {
+        "sizes": bool(sizes) and sizes[0] >= 1 and list(sizes) == sorted(set(sizes)),
+        "block_mode": config.block_mode in BLOCK_MODES,
+        "features": config.features in FEATURES,
+        "hidden": config.hidden >= 1,
+        "depth": config.depth >= 0,
+        "dropout": 0 <= config.dropout < 1,
+        "vocab_size": config.vocab_size >= 1,
+        "hidden_size": config.hidden_size >= 1,
+    }
 
 
 def parameters_of(net: nn.Module) -> int:

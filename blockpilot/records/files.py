@@ -7,13 +7,14 @@ import fcntl
 import glob
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import pandas as pd
 
 from blockpilot.errors import UserError
+from blockpilot.stored import first_line
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -43,6 +44,28 @@ def write_csv(table: pd.DataFrame, path: Path) -> None:
     """A frame without its index, atomically; raises like `replace_file`."""
     text = table.to_csv(index=False).encode()
     replace_file(path, lambda stream: stream.write(text))
+
+
+def read_csv(path: Path, *, needed: Iterable[str], numbers: Iterable[str] = ()) -> pd.DataFrame:
+    """What `write_csv` wrote.
+
+    Raises UserError, naming the file, when it was cut off, lacks a column that is `needed`, or has
+    text in one of `numbers`.
+    """
+    try:
+        table = pd.read_csv(path)
+        if not path.read_bytes().endswith(b"\n"):
+            raise ValueError("its last line is cut off")
+        if missing := [name for name in needed if name not in table]:
+            raise ValueError(f"no column {missing[0]}")
+        for name in numbers:
+            if name in table and not pd.api.types.is_numeric_dtype(table[name]):
+                raise ValueError(f"column {name} holds text")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: no readable table ({first_line(error)}); make it again"
+        ) from error
+    return table
 
 
 def sync_folder(folder: Path) -> None:

@@ -67,10 +67,13 @@ def read_prefill(folder: Path, row: Mapping[str, Any]) -> Prefill:
     path = tensor_file(folder / _FOLDER, row["prompt_id"], int(row["turn"]), row["group_key"])
     try:
         tensors = load_file(path)
+        for name in ("logits", "hidden"):
+            if tensors[name].ndim != 1 or not tensors[name].is_floating_point():
+                raise ValueError(f"{name} is no vector of floats")
         return Prefill(logits=tensors["logits"], hidden=tensors["hidden"])
     except FileNotFoundError as error:
         raise UserError(f"no prefill tensors for prompt {row['prompt_id']}: {path}") from error
-    except (SafetensorError, KeyError, OSError) as error:
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise UserError(f"{path} is broken: delete it and run the sweep again") from error
 
 

@@ -81,7 +81,7 @@ def read_replay(folder: Path, row: Mapping[str, Any]) -> tuple[Text, Replay, Ten
             found = Marginals(*(tensors[name] for name in _MARGINALS))
     except FileNotFoundError as error:
         raise UserError(f"no replay of prompt {row['prompt_id']}: {path}") from error
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
+    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
         raise UserError(f"{path} is broken: delete it and run the sweep again") from error
     return text, Replay(accepted, found), tensors.get("features")
 

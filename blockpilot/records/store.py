@@ -36,6 +36,7 @@ from blockpilot.records.files import (
     replace_file,
 )
 from blockpilot.records.schema import SCHEMA, SCHEMA_VERSION, clean
+from blockpilot.stored import first_line
 
 T = TypeVar("T")
 
@@ -277,7 +278,7 @@ def _read_part(path: Path, columns: list[str]) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise UserError(f"{path} is no readable parquet file ({_first_line(error)})") from error
+        raise UserError(f"{path} is no readable parquet file ({first_line(error)})") from error
     version = (schema.metadata or {}).get(b"blockpilot_schema_version", b"none").decode()
     differing = sorted(set(SCHEMA).symmetric_difference(schema), key=lambda column: column.name)
     raise UserError(
@@ -359,7 +360,3 @@ def _session_columns(provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

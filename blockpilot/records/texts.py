@@ -14,6 +14,7 @@ from pathlib import Path
 from blockpilot.errors import UserError
 from blockpilot.prompts.base import Prompt
 from blockpilot.records.files import replace_file
+from blockpilot.stored import first_line, fitted
 
 
 def save_prompts(folder: Path, prompts: Sequence[Prompt]) -> None:
@@ -35,7 +36,7 @@ def save_prompts(folder: Path, prompts: Sequence[Prompt]) -> None:
 
 
 def read_prompts(folder: Path) -> list[Prompt]:
-    """Prompts of the run in `folder`. Raises UserError when it has none."""
+    """Prompts of the run in `folder`. Raises UserError when it has none or a damaged file."""
     prompts = _read(folder)
     if not prompts:
         raise UserError(f"{folder} holds no prompts.jsonl: run its sweep again, same run_id")
@@ -46,6 +47,14 @@ def _read(folder: Path) -> list[Prompt]:
     file = folder / "prompts.jsonl"
     if not file.exists():
         return []
-    # Not splitlines: a prompt may hold other line breaks, which JSON does not escape.
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-    return [Prompt(**{**row, "turns": tuple(row["turns"])}) for row in rows]
+    prompts: list[Prompt] = []
+    try:
+        # Not splitlines: a prompt may hold other line breaks, which JSON does not escape.
+        for line in filter(None, file.read_text(encoding="utf-8").split("\n")):
+            prompts.append(fitted(Prompt, json.loads(line)))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file}: what follows its first {len(prompts)} prompts is none ({first_line(error)}); "
+            "delete the file and run the sweep again, same run_id"
+        ) from error
+    return prompts

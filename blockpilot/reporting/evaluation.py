@@ -20,7 +20,12 @@ from blockpilot.reporting import metrics
 from blockpilot.reporting.metrics import bootstrap, mean, share
 from blockpilot.reporting.tables import ALL_SETS, sweep_table
 
-_COMPARED = ("macro_tau", "speedup", "over_fixed", "drafting")
+COMPARED_BY = ("set", "method", "block_size", "block_mode")
+COMPARED = tuple(
+    f"{name}{end}"
+    for name in ("macro_tau", "speedup", "over_fixed", "drafting")
+    for end in ("", "_low", "_high")
+)
 _DRAFTING = ("drafting", "drafting_low", "drafting_high")
 _OVER_FIXED = ("over_fixed", "over_fixed_low", "over_fixed_high", "detectable")
 _POWER = 1.96 + 0.84  # two-sided 5%, power 80%
@@ -168,8 +173,7 @@ def timed_table(records: pd.DataFrame, fixed: str) -> pd.DataFrame:
 
 def narrow(table: pd.DataFrame) -> pd.DataFrame:
     """Of a `timed_table`, what its readers compare; the rest is in the file."""
-    parts = [f"{name}{end}" for name in _COMPARED for end in ("", "_low", "_high")]
-    return table[["set", "method", "block_size", "block_mode", *parts]]
+    return table[[*COMPARED_BY, *COMPARED]]
 
 
 def evaluation_table(lines: pd.DataFrame, title: str, unit: str) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ import pandas as pd
 from blockpilot.labels import Floats
 from blockpilot.records.store import read_records
 from blockpilot.records.tau import example_names, with_cycles
+from blockpilot.stored import read_json
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def policy_gains(
 def curve_of(run: Path) -> str | None:
     """Digest of the cost curve that predicted the times of a replayed sweep, if one did."""
     file = run / "settings.json"
-    found = json.loads(file.read_text(encoding="utf-8")).get("cost") if file.exists() else None
+    found = read_json(file, what="settings").get("cost") if file.exists() else None
     return None if found is None else str(found)
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from blockpilot.errors import UserError
+from blockpilot.stored import first_line
+from blockpilot.training.responses import read_shard
 
 
 @dataclass(frozen=True)
@@ -30,22 +31,27 @@ class Corpus:
     """The conversations of some shards, in their order."""
 
     def __init__(self, shards: Sequence[Path]) -> None:
+        self._handles: dict[Path, Any] = {}
+        self.prompt_ids: list[str] = []  # of the conversations
         self._rows: list[tuple[str, list[int], int, Path, int, int]] = []
         for file in shards:
             self._read(file)
         if not self._rows:
             raise UserError("no response has two tokens or more: nothing to train or measure on")
-        self._handles: dict[Path, Any] = {}
 
     def _read(self, file: Path) -> None:
         start = answered = 0
-        for row in pq.read_table(file).to_pylist():
+        for row in read_shard(file):
             ids = row["prompt_ids"] + row["response_ids"]
             place = (file.with_suffix(".safetensors"), start, answered)
             start += len(ids) - 1
             answered += len(row["response_ids"])
             if len(row["response_ids"]) >= 2:  # an anchor needs a successor
+                self.prompt_ids.append(row["prompt_id"])
                 self._rows.append((row["prompt_set"], ids, len(row["prompt_ids"]), *place))
+        tensors = file.with_suffix(".safetensors")
+        if tensors.exists():
+            self._handles[tensors] = _opened(tensors, {"features": start, "hidden": answered})
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -53,10 +59,7 @@ class Corpus:
     def __getitem__(self, index: int) -> Example:
         prompt_set, ids, prompt_length, file, start, answered = self._rows[index]
         features = hidden = None
-        if file.exists():
-            if file not in self._handles:
-                self._handles[file] = safe_open(file, "pt").__enter__()
-            stored = self._handles[file]
+        if (stored := self._handles.get(file)) is not None:
             features = stored.get_slice("features")[start : start + len(ids) - 1]
             end = answered + len(ids) - prompt_length
             hidden = stored.get_slice("hidden")[answered:end]
@@ -89,3 +92,18 @@ class Corpus:
         for _, ids, prompt_length, *_ in self._rows:
             seen[ids[prompt_length:]] = True
         return seen.nonzero()[:, 0]
+
+
+def _opened(file: Path, rows: dict[str, int]) -> Any:
+    """A mapped file of tensors with so many rows each. Raises UserError when it is damaged."""
+    try:
+        stored = safe_open(file, "pt").__enter__()
+        for name, n in rows.items():
+            if stored.get_slice(name).get_shape()[:1] != [n]:
+                raise ValueError(f"{name} has not the {n} rows that its responses need")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(
+            f"{file}: no readable features ({first_line(error)}); delete it and its .parquet file "
+            "and run again"
+        ) from error
+    return stored

@@ -30,6 +30,7 @@ from blockpilot.records.schema import PLAIN, SHARED_FIELDS
 from blockpilot.records.store import read_manifests
 from blockpilot.records.tau import example_names, example_taus, half_taus
 from blockpilot.records.texts import read_prompts
+from blockpilot.stored import first_line, fitted
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +214,12 @@ def leaks(folders: Sequence[Path], records: pd.DataFrame) -> set[str]:
 
 def _parameters(run: Path) -> int:
     """Parameters of the target of a run, by its manifest."""
-    return int(read_manifests(run)[0]["sessions"][-1]["provenance"]["target_parameters"])
+    try:
+        return int(read_manifests(run)[0]["sessions"][-1]["provenance"]["target_parameters"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{run}: manifest.json describes no target ({first_line(error)}); run its sweep again"
+        ) from error
 
 
 def _one_row_each(
@@ -280,15 +286,20 @@ def save_examples(examples: Examples, folder: Path) -> None:
 
 def load_examples(folder: Path) -> Examples:
     """What `save_examples` wrote. Raises UserError when the folder holds none."""
+    place = folder / "origin.json"
     try:
-        raw = json.loads((folder / "origin.json").read_text(encoding="utf-8"))
-        origin = Origin(**raw | {name: tuple(raw[name]) for name in ("sizes", "runs")})
-        table = load_from_disk(folder / "examples").with_format("torch")
+        origin = fitted(Origin, json.loads(place.read_text(encoding="utf-8")))
+        place = folder / "examples"
+        table = load_from_disk(place).with_format("torch")
         values: dict[str, Any] = {name: list(table[name]) for name in _STRINGS}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        columns = table[:]
+        values |= {name: torch.as_tensor(columns[name]) for name in _TENSORS}
+        for name in _MATRICES:
+            if values[name].shape != (len(table), len(origin.sizes)):
+                raise ValueError(f"{name} of another shape than origin.json says")
+    except Exception as error:  # readers of three formats raise a dozen unrelated kinds
         raise UserError(
-            f"dataset={folder}: no examples ({error}); make them with python -m blockpilot.dataset"
+            f"dataset={folder}: no examples in {place.name} ({first_line(error)}); make them with "
+            "python -m blockpilot.dataset"
         ) from error
-    columns = table[:]
-    values |= {name: torch.as_tensor(columns[name]) for name in _TENSORS}
     return Examples(origin, **values)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from blockpilot.policies.blockpilot_net import FEATURES, BlockSizeNet, Predictor
 from blockpilot.records.files import replace_file
 from blockpilot.tracking import Tracker
 from blockpilot.training.examples import Examples
+from blockpilot.training.settings import damaged, load_state
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,10 @@ _STANDARDIZED = ("hidden", "summary", "top_k")
 
 @dataclass(frozen=True)
 class Data:
-    """Features [P, F], targets [P, m] and gains [P, m] of one split, on the training device."""
+    """Names, features [P, F], targets [P, m] and gains [P, m] of one split, on the training
+    device."""
 
+    names: Sequence[str]
     features: Tensor
     targets: Tensor
     gains: Tensor
@@ -65,9 +69,15 @@ def new_config(cfg: TrainConfig, examples: Examples) -> PredictorConfig:
 
 
 def data_of(examples: Examples, features: str, sharpness: float, device: torch.device) -> Data:
-    """One split ready for training."""
+    """One split ready for training.
+
+    Raises UserError for features or gains that are not finite, naming their example.
+    """
     read = features_of(features, examples.logits, examples.hidden, examples.n_prompt_tokens)
     gains = examples.gains
+    for what, values in ((f"features={features}", read), ("gains", gains)):
+        if wrong := _named(examples.example, ~values.isfinite().all(dim=1)):
+            raise UserError(f"dataset: {what} of {wrong} are not finite; its sweep must run again")
     if examples.origin.label == "argmax":
         best = torch.from_numpy(labels.argmax_labels(gains.numpy()))
         targets = F.one_hot(best, gains.shape[1]).float()
@@ -76,7 +86,14 @@ def data_of(examples: Examples, features: str, sharpness: float, device: torch.d
         targets = torch.from_numpy(labels.soft_labels(gains.numpy(), sharpness * fixed)).float()
     else:
         targets = gains.float()
-    return Data(read.to(device), targets.to(device), gains.to(device))
+    return Data(examples.example, read.to(device), targets.to(device), gains.to(device))
+
+
+def _named(names: Sequence[str], wrong: Tensor) -> str:
+    """The first examples of those that are `wrong` [P], as text; empty without any."""
+    found = [names[index] for index in wrong.nonzero()[:, 0].tolist()]
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    return ", ".join(found[:5]) + more
 
 
 def regret(scores: Tensor, gains: Tensor) -> float:
@@ -108,19 +125,27 @@ class PredictorTrainer:
             self.net.scale.copy_(1 / features.std(dim=0).clamp_min(1e-6))
 
     def resume(self, examples: str) -> None:
-        """Continue from the checkpoint, if there is one of the same `examples` (their digest)."""
+        """Continue from the checkpoint, if there is one of the same `examples` (their digest).
+
+        Raises UserError when it is damaged.
+        """
         self.examples = examples
         if not self.checkpoint.exists():
             return
-        state = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
+        parts = ("examples", "net", "optimizer", "epoch", "best_epoch", "best_regret", "best")
+        state = load_state(self.checkpoint, self.device, parts)
         if state["examples"] != examples:
             log.info(
                 "the examples are others than those of the checkpoint: training from the start"
             )
             return
-        if (optimizer := state["optimizer"]) is not None:  # not finished
-            self.net.load_state_dict(state["net"])
-            self.optimizer.load_state_dict(optimizer)
+        try:
+            self.net.load_state_dict(state["best"])
+            if (optimizer := state["optimizer"]) is not None:  # not finished
+                self.net.load_state_dict(state["net"])
+                self.optimizer.load_state_dict(optimizer)
+        except Exception as error:  # of what else a checkpoint may hold
+            raise damaged(self.checkpoint, error) from error
         self.epoch, self.best_epoch = state["epoch"], state["best_epoch"]
         self.best_regret, self.best = state["best_regret"], state["best"]
         log.info("continuing at epoch %d", self.epoch)
@@ -158,10 +183,13 @@ class PredictorTrainer:
         return self.net(features)
 
     def _pass(self, data: Data) -> float:
-        """One epoch; the mean loss."""
+        """One epoch; the mean loss.
+
+        Raises UserError, before any weight changes, at a loss or a gradient that is not finite.
+        """
         self.net.train()
         total = 0.0
-        for rows in self._batches(len(data.features)):
+        for step, rows in enumerate(self._batches(len(data.features)), start=1):
             # Not on CPUs: 32 rows by 49,152 in bf16 kill the process where oneDNN 3.12 uses AMX
             # (integer division by zero), and that is the paper's batch and a usual vocabulary.
             with torch.autocast(
@@ -174,9 +202,23 @@ class PredictorTrainer:
                 loss = F.cross_entropy(scores.float(), data.targets[rows])
             self.optimizer.zero_grad()
             loss.backward()
+            gradients = [weight.grad for weight in self.net.parameters() if weight.grad is not None]
+            if not (loss + torch.nn.utils.get_total_norm(gradients)).isfinite():
+                self._refuse(data, rows, step, ~scores.isfinite().all(dim=1))
             self.optimizer.step()
             total += loss.item() * len(rows)
         return total / len(data.features)
+
+    def _refuse(self, data: Data, rows: Tensor, step: int, wrong: Tensor) -> NoReturn:
+        """Name the examples of a batch that are to blame, all of them where none is alone."""
+        blamed = rows[wrong] if wrong.any() else rows
+        marks = torch.zeros(len(data.names), dtype=torch.bool)
+        marks[blamed.cpu()] = True
+        raise UserError(
+            f"epoch {self.epoch + 1}, step {step}: loss or gradient is not finite, examples "
+            f"{_named(data.names, marks)}; the checkpoint of an earlier epoch is intact; lower "
+            "learning_rate in another run_id"
+        )
 
     def _batches(self, n: int) -> Iterator[Tensor]:
         """Shuffled batches that follow from (seed, epoch), so a resumed run has the same ones."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +25,7 @@ from blockpilot.errors import UserError
 from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.render import render
 from blockpilot.records.files import replace_file
+from blockpilot.stored import first_line
 from blockpilot.training.settings import keep_settings
 
 SCHEMA = pa.schema(
@@ -126,8 +128,21 @@ def write_responses(
     return sum(len(each.tokens) for each in answers)
 
 
+def read_shard(file: Path) -> list[dict[str, Any]]:
+    """Rows of a shard. Raises UserError when it is damaged."""
+    try:
+        table = pq.read_table(file)
+        if not table.schema.equals(SCHEMA):
+            raise ValueError("other columns")
+        return list(table.to_pylist())
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UserError(
+            f"{file}: no readable responses ({first_line(error)}); delete it and run again"
+        ) from error
+
+
 def _check_shard(file: Path, batch: Sequence[Request]) -> None:
-    stored = pq.read_table(file, columns=["prompt_ids"])["prompt_ids"].to_pylist()
+    stored = [row["prompt_ids"] for row in read_shard(file)]
     if stored != [request.ids for request in batch]:
         raise UserError(
             f"{file} holds responses to other prompts than this run asks for; "

@@ -8,11 +8,12 @@ so a resumed run continues as if it had not stopped.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -20,12 +21,13 @@ from accelerate.utils import gather_object
 
 from blockpilot.config import TrainingConfig
 from blockpilot.devices import has_16_bit_products
+from blockpilot.errors import UserError
 from blockpilot.provenance import digest
 from blockpilot.records.files import replace_file
 from blockpilot.tracking import Tracker
 from blockpilot.training.corpus import Corpus
 from blockpilot.training.optimizer import DrafterOptimizer
-from blockpilot.training.settings import keep_settings
+from blockpilot.training.settings import damaged, keep_settings, load_state
 from blockpilot.training.students import Student
 
 log = logging.getLogger(__name__)
@@ -68,7 +70,8 @@ class DrafterTrainer:
     def resume(self) -> None:
         """Continue from the checkpoint of this folder, if there is one.
 
-        Raises UserError when it was made with other settings, naming the first that differs.
+        Raises UserError when it was made with other settings, naming the first that differs, or is
+        damaged.
         """
         file = self.checkpoint.with_name("training.json")
         leads = self.accelerator.is_main_process
@@ -79,9 +82,13 @@ class DrafterTrainer:
             return
         if leads or file.exists():
             keep_settings(file, self._made_with(), what="a checkpoint")
-        state = torch.load(self.checkpoint, weights_only=True, map_location=self.device)
-        self.network.load_state_dict(state["network"])
-        self.optimizer.load(state["optimizer"])
+        parts = ("network", "optimizer", "step", "seconds", "made_by")
+        state = load_state(self.checkpoint, self.device, parts)
+        try:
+            self.network.load_state_dict(state["network"])
+            self.optimizer.load(state["optimizer"])
+        except Exception as error:  # of what else a checkpoint may hold
+            raise damaged(self.checkpoint, error) from error
         self.step, self.seconds, self.made_by = state["step"], state["seconds"], state["made_by"]
         log.info("continuing at step %d", self.step)
 
@@ -98,7 +105,12 @@ class DrafterTrainer:
         }
 
     def save(self) -> None:
-        """Write the checkpoint, atomically; every rank gives its part, one writes."""
+        """Write the checkpoint, atomically; every rank gives its part, one writes.
+
+        Raises UserError instead when the last update left weights that are not finite.
+        """
+        if not all(bool(weight.isfinite().all()) for weight in self.network.parameters()):
+            self._refuse("the weights after it are", [])
         optimizer = self.optimizer.state()
         if not self.accelerator.is_main_process:
             return
@@ -168,23 +180,47 @@ class DrafterTrainer:
         return int(self._permutation[n % len(self.corpus)])
 
     def _update(self, batch: list[int]) -> float:
-        """One optimizer step over the sequences of a batch; their mean loss."""
+        """One optimizer step over the sequences of a batch; their mean loss.
+
+        Raises UserError on all ranks, before any weight changes, when a loss or the gradient of one
+        of them is not finite.
+        """
         rank = self.accelerator.process_index
         key = (self.seed * 1_000_003 + self.step) * 4099 + rank
         generator = torch.Generator().manual_seed(key)
         self.student.begin_step(generator)
-        total = 0.0
+        losses = []
         for index in batch:
             with self.accelerator.accumulate(self.model):
                 loss = self.student.loss(
                     self.model, self.accelerator.autocast, self.corpus[index], generator
                 )
                 self.accelerator.backward(loss)
-                total += loss.item()
-        self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+                losses.append(loss.item())
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        wrong = [
+            index for index, loss in zip(batch, losses, strict=True) if not math.isfinite(loss)
+        ]
+        fine = torch.tensor(float(not wrong and bool(torch.isfinite(norm))), device=self.device)
+        if self.accelerator.reduce(fine, "sum") < self.accelerator.num_processes:
+            bad = gather_object([self.corpus.prompt_ids[index] for index in wrong])
+            some = gather_object([self.corpus.prompt_ids[index] for index in batch])
+            self.step += 1
+            self._refuse(f"the {'loss' if bad else 'gradient'} is", bad or some)
         self.optimizer.step()
         self.model.zero_grad()
-        return total / len(batch)
+        return sum(losses) / len(batch)
+
+    def _refuse(self, what: str, prompts: list[str]) -> NoReturn:
+        """Stop at a value that is not finite; the checkpoint stays as it was."""
+        kept = "no checkpoint was written yet"
+        if self.checkpoint.exists():
+            kept = f"{self.checkpoint} is as it was at the last save"
+        by = f", prompts {', '.join(prompts[:8])}" if prompts else ""
+        raise UserError(
+            f"step {self.step}: {what} not finite{by}; {kept}; lower training.learning_rate in "
+            "another run_id, or leave these prompts out"
+        )
 
 
 def _told(taus: dict[str, float]) -> str:
