@@ -107,6 +107,7 @@ class CostConfig(StageConfig):
     contexts: list[int]
     repeats: int
     policy: PolicyPath
+    tracker: Any
 
 
 @dataclass
@@ -190,6 +191,7 @@ class EvaluateConfig(JobConfig):
     dataset: str
     policies: list[str]
     timed: str | None  # folder of a decoded sweep
+    tracker: Any
 
 
 @dataclass

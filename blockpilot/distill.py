@@ -109,14 +109,19 @@ def run(cfg: DistillConfig) -> Path:
     tracker = instantiate(cfg.tracker, _convert_="all")
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     with tracked(
-        tracker, run_id=cfg.run_id, folder=folder, config=settings, rank=processes.process_index
+        tracker,
+        stage="distill",
+        run_id=cfg.run_id,
+        folder=folder,
+        config=settings,
+        rank=processes.process_index,
     ):
         trainer.run(validation, tracker)
         finished = folder / name
         if processes.is_main_process:
             student.save(finished)
             taus = held_out_taus(cfg, target, student.method(finished), prompts)
-            tracker.summarise({f"tau/{name}": tau for name, tau in taus.items()})
+            tracker.summarise({f"macro_tau/{name}": tau for name, tau in taus.items()})
             card = model_card(
                 name, kind_of(cfg), cfg, corpus, taus, trainer.seconds, trainer.made_by
             )
