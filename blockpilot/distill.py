@@ -108,14 +108,7 @@ def run(cfg: DistillConfig) -> Path:
     trainer.resume()
     tracker = instantiate(cfg.tracker, _convert_="all")
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    with tracked(
-        tracker,
-        stage="distill",
-        run_id=cfg.run_id,
-        folder=folder,
-        config=settings,
-        rank=processes.process_index,
-    ):
+    with tracked(tracker, folder, config=settings, rank=processes.process_index):
         trainer.run(validation, tracker)
         finished = folder / name
         if processes.is_main_process:

@@ -3,7 +3,7 @@
 Records are the results; a tracker only mirrors them. So every error of the tracking library
 becomes one warning, after which the tracker stays silent.
 
-    with tracked(tracker, stage="train", run_id=id, folder=folder, config=config, rank=rank):
+    with tracked(tracker, folder, config=config, rank=rank):
         tracker.log({"train/loss": 2.4}, step=7)  # a curve
         tracker.summarise({"macro tau": 2.1})  # a result
 """
@@ -28,8 +28,11 @@ _MODES = ("offline", "online")
 class Tracker(Protocol):
     """At most one tracked run per job, between `start` and `finish`."""
 
-    def start(self, *, stage: str, run_id: str, folder: Path, config: Mapping[str, Any]) -> None:
-        """Name the run of this job; the same `stage` and `run_id` continue an earlier one."""
+    def start(self, folder: Path, *, config: Mapping[str, Any]) -> None:
+        """Begin the run of a job with the folder <outputs>/<stage>/<run id>.
+
+        A job of the same stage and run id continues it.
+        """
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Curves: values at `step`, which is the x axis and may repeat after a resume."""
@@ -43,17 +46,11 @@ class Tracker(Protocol):
 
 @contextlib.contextmanager
 def tracked(
-    tracker: Tracker,
-    *,
-    stage: str,
-    run_id: str,
-    folder: Path,
-    config: Mapping[str, Any],
-    rank: int,
+    tracker: Tracker, folder: Path, *, config: Mapping[str, Any], rank: int
 ) -> Iterator[None]:
-    """Start the job's run on rank 0 and close it however the job ends."""
+    """Start the run of the job with this folder on rank 0 and close it however the job ends."""
     if rank == 0:
-        tracker.start(stage=stage, run_id=run_id, folder=folder, config=config)
+        tracker.start(folder, config=config)
     failed = True
     try:
         yield
@@ -65,7 +62,7 @@ def tracked(
 class NullTracker:
     """Tracks nothing."""
 
-    def start(self, *, stage: str, run_id: str, folder: Path, config: Mapping[str, Any]) -> None:
+    def start(self, folder: Path, *, config: Mapping[str, Any]) -> None:
         pass
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
@@ -113,9 +110,9 @@ class WandbTracker:
         self._next_call = 0
         self._folder = Path()
 
-    def start(self, *, stage: str, run_id: str, folder: Path, config: Mapping[str, Any]) -> None:
+    def start(self, folder: Path, *, config: Mapping[str, Any]) -> None:
         self.finish(failed=False)
-        group = re.sub(r"[^A-Za-z0-9_.-]+", "-", run_id)[-100:]  # W&B allows ids of 128 characters
+        stage, group = folder.parent.name, folder.name[-100:]  # W&B: ids of up to 128 characters
         self._folder = folder / "wandb"
         self._named = {
             "id": f"{stage}-{group}",

@@ -95,6 +95,16 @@ def pair_with(rows: pd.DataFrame, records: pd.DataFrame, base: str = PLAIN) -> p
     return pairs
 
 
+def with_partners(records: pd.DataFrame, bases: Sequence[str]) -> pd.DataFrame:
+    """Rows whose prompt, seed, turn and repeat every method of `bases` has; those not ok stay."""
+    answers = pd.MultiIndex.from_frame(records[_PAIR])
+    ok = records["status"] == "ok"
+    kept = pd.Series(data=True, index=records.index)
+    for base in bases:
+        kept &= answers.isin(answers[ok & (records["method"] == base)])
+    return records[kept | ~ok]
+
+
 def share_equal(pairs: pd.DataFrame) -> float:
     """Share of outputs that equal the partner's, token for token; NaN without pairs."""
     if pairs.empty:

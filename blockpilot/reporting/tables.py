@@ -21,17 +21,17 @@ from blockpilot.reporting import metrics
 ALL_SETS = "all"
 _LINE = ["method", "block_size", "block_mode"]
 _SHOWN_CHARACTERS = 100
-_DECODED = (
+ABOUT_DECODED = (
     "n: prompts. tau: tokens per cycle. 95%: bootstrap intervals over prompts. TPOT: decoding time "
     "per token after the first, mean over prompts. speedup: plain decoding's TPOT over the "
     "method's, same prompts and session; end to end: the same of times per token with the prefill "
     "inside. equal plain: share of outputs that are plain decoding's, token for token."
 )
-_REPLAYED = (
-    "n: prompts. tau: tokens per cycle. 95%: bootstrap intervals over prompts. Replayed: the cycles "
-    "are those of decoding the one stored answer of each prompt; nothing was timed. predicted TPOT: "
-    "time per token after the first by the curve given as cost=, mean over prompts; predicted "
-    "speedup: plain decoding's over the method's, same prompts."
+_ABOUT_REPLAYED = (
+    "n: prompts. tau: tokens per cycle. 95%: bootstrap intervals over prompts. Replayed: the "
+    "cycles are those of decoding the one stored answer of each prompt; nothing was timed. "
+    "predicted TPOT: time per token after the first by the curve given as cost=, mean over "
+    "prompts; predicted speedup: plain decoding's over the method's, same prompts."
 )
 
 
@@ -60,7 +60,7 @@ def sweep_table(records: pd.DataFrame, *, by_set: bool = False) -> pd.DataFrame:
     table = pd.DataFrame(lines)
     replayed = records["mode"].eq("replay").all()
     table.attrs["caption"] = [
-        _REPLAYED if replayed else _DECODED,
+        _ABOUT_REPLAYED if replayed else ABOUT_DECODED,
         *_warnings(records, table),
     ]
     return table
@@ -120,6 +120,16 @@ def cells(table: pd.DataFrame) -> pd.DataFrame:
             for column in _columns_of(table)
         }
     )
+
+
+def text_table(frame: pd.DataFrame, title: str) -> Table:
+    """A frame of text for the terminal; numbers stand right."""
+    table = Table(title=title, title_justify="left")
+    for column in frame:
+        table.add_column(str(column), justify="left" if column == "method" else "right")
+    for row in frame.astype(str).itertuples(index=False):
+        table.add_row(*map(Text, row))
+    return table
 
 
 def show_plan(plan: Mapping[str, float | str]) -> None:
