@@ -103,9 +103,7 @@ def run(cfg: CostConfig) -> CostCurve:
     text = curve.to_json().encode()
     replace_file(file, lambda stream: stream.write(text))
     tell(curve)
-    with tracked(
-        tracker, stage="cost", run_id=cfg.run_id, folder=file.parent, config=config, rank=0
-    ):
+    with tracked(tracker, file.parent, config=config, rank=0):
         tracker.summarise(figures_of(curve))
     log.info("curve in %s", file)
     return curve

@@ -96,9 +96,7 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
     else:  # of an earlier call: times under another evaluation
         (folder / "timed.csv").unlink(missing_ok=True)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    with tracked(
-        tracker, stage="evaluate", run_id=cfg.run_id, folder=folder, config=config, rank=0
-    ):
+    with tracked(tracker, folder, config=config, rank=0):
         tracker.summarise(tracked_figures(table, timed))
     log.info("lines in %s", folder / "evaluation.csv")
     found = of_evaluation(table) + ([] if timed is None else of_timed(timed))

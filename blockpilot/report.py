@@ -164,7 +164,7 @@ def evaluation_sections(run: Run) -> Iterator[Section]:
     lines = read_lines(run, EVALUATION)
     yield Section(
         name=run.file,
-        title=f"Evaluation {run.name}: {lines['unit'].iloc[0]} on unseen prompts",
+        title=f"Evaluation {run.name}, {lines['unit'].iloc[0]} on unseen prompts",
         source=str(run.folder),
         command=command_of(run),
         notes=[
@@ -178,7 +178,7 @@ def evaluation_sections(run: Run) -> Iterator[Section]:
         timed = read_lines(run, TIMED)
         yield Section(
             name=f"timed-{run.file}",
-            title=f"Evaluation {run.name}: measured times",
+            title=f"Evaluation {run.name}, measured times",
             source=str(run.folder),
             command=command_of(run),
             notes=[ABOUT_DECODED, ABOUT_TIMES],
@@ -207,7 +207,7 @@ def compared_predictors(runs: Sequence[Run]) -> Iterator[Section]:
         notes=[
             "baseline: the best fixed size among a predictor's own. The evaluations are told below."
         ],
-        table=evaluation_cells(found.drop(columns=["prompt_set", "recovered"])),
+        table=evaluation_cells(found.drop(columns=["prompt_set", "recovered"], errors="ignore")),
         data=found,
     )
 

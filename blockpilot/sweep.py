@@ -110,9 +110,7 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
     meet(f"{cfg.run_id}/measured")
     records = read_records(folder)
     if place.rank == 0:
-        with tracked(
-            tracker, stage="sweep", run_id=cfg.run_id, folder=folder, config=settings, rank=0
-        ):
+        with tracked(tracker, folder, config=settings, rank=0):
             tracker.summarise(figures_of(show(records)))
     meet(f"{cfg.run_id}/shown")
     raise_if_incomplete(sweep, records)

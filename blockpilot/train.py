@@ -68,7 +68,7 @@ def run(cfg: TrainConfig) -> Path:
     trainer = PredictorTrainer(net, cfg, folder, device)
     trainer.resume(examples.digest())
     tracker = instantiate(cfg.tracker, _convert_="all")
-    with tracked(tracker, stage="train", run_id=cfg.run_id, folder=folder, config=settings, rank=0):
+    with tracked(tracker, folder, config=settings, rank=0):
         trainer.run(train, validation, tracker)
         save_predictor(net, folder / "predictor")
         fixed = labels.best_fixed(learnt.gains.numpy())

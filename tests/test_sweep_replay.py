@@ -135,7 +135,7 @@ COST += ["decoding.max_new_tokens=4", "decoding.temperature=1"]
 
 def cost_arguments(folder: Path, *more: str) -> list[str]:
     tiny = sweep_arguments(folder, folder)
-    dropped = ("tracker", "radius", "mode=", "prompts", "decoding")
+    dropped = ("radius", "mode=", "prompts", "decoding")
     return [*(a for a in tiny if not a.startswith(dropped)), *COST, *more]
 
 
@@ -167,7 +167,9 @@ def test_a_measured_curve_predicts_the_times_of_a_replay(tmp_path: Path) -> None
     assert table["predicted_speedup"].notna().all()
     assert table["speedup"].isna().all()
     shown = [column.header for column in render(table).columns]
-    assert "predicted\nspeedup" in shown
+    assert "predicted\nspeedup 95%" in shown
+    followed = table["plain_predicted_tpot_ms"] / table["predicted_tpot_ms"]
+    assert followed.tolist() == pytest.approx(table["predicted_speedup"].tolist(), rel=1e-12)
     assert "TPOT\nms" not in shown
 
 

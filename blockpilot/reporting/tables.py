@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -124,9 +124,10 @@ def cells(table: pd.DataFrame) -> pd.DataFrame:
 
 def text_table(frame: pd.DataFrame, title: str) -> Table:
     """A frame of text for the terminal; numbers stand right."""
-    table = Table(title=title, title_justify="left")
-    for column in frame:
-        table.add_column(str(column), justify="left" if column == "method" else "right")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in frame:  # folded where it is too narrow: no digit is cut off
+        side: Literal["left", "right"] = "left" if column == "method" else "right"
+        table.add_column(str(column), justify=side, overflow="fold")
     for row in frame.astype(str).itertuples(index=False):
         table.add_row(*map(Text, row))
     return table
@@ -199,7 +200,7 @@ _COLUMNS = (
     _Column("over_fixed", "over best\nfixed 95%", _decimals(2)),
     _Column("fixed_tpot_ms", "best fixed\nTPOT ms", _decimals(1)),
     _Column("detectable", "detect-\nable", _decimals(2)),
-    _Column("drafting", "drafting\n95%", lambda share: f"{100 * share:.0f}%"),
+    _Column("drafting", "drafting", lambda share: f"{100 * share:.0f}%"),
     _Column("deciding", "decid-\ning", lambda share: f"{100 * share:.1f}%"),
     _Column("verified", "verified\nper cycle", _decimals(1)),
     _Column("predicted_tpot_ms", "predicted\nTPOT ms", _decimals(1)),

@@ -37,10 +37,10 @@ def of_evaluation(lines: pd.DataFrame) -> list[str]:
         share, low, high, detectable = (line[name] / line["baseline"] for name in names)
         unit = line["unit"]
         told.append(
-            f"{subject.format(line['method'])} has {share:+.1%} {unit} ({low:+.1%} to {high:+.1%}, "
-            f"95%) against block {line['fixed_size']}{scored_on}: "
+            f"{subject.format(line['method'])} has {share:+.1%} {unit} "
+            f"{_interval(low, high, '+.1%')} against block {line['fixed_size']}{scored_on}: "
             f"{_found(low, high, 0, f'more {unit}', f'less {unit}')} with {line['prompts']} "
-            f"prompts, which show {detectable:.1%}"
+            f"prompts{_room(low, high, 0, detectable)}"
         )
     return told
 
@@ -48,14 +48,16 @@ def of_evaluation(lines: pd.DataFrame) -> list[str]:
 def of_timed(lines: pd.DataFrame) -> list[str]:
     """Each learned size against the best fixed one, by measured time; `lines` of `timed_table`."""
     pooled = lines[lines["set"].eq(ALL_SETS) & lines["policy"].eq(BlockSizePolicy.name)]
-    return [
-        f"the learned size {line['method']} is {line['over_fixed']:.2f} times as fast as "
-        f"{line['best_fixed']} ({line['over_fixed_low']:.2f} to {line['over_fixed_high']:.2f}, "
-        f"95%) by measured time: "
-        f"{_found(line['over_fixed_low'], line['over_fixed_high'], 1, 'faster', 'slower')} with "
-        f"{line['prompts']} prompts, which show {line['detectable']:.1%}"
-        for line in pooled.to_dict("records")
-    ]
+    told = []
+    for line in pooled.to_dict("records"):
+        low, high = line["over_fixed_low"], line["over_fixed_high"]
+        told.append(
+            f"the learned size {line['method']} is {line['over_fixed']:.2f} times as fast as "
+            f"{line['best_fixed']} {_interval(low, high, '.2f')} by measured time: "
+            f"{_found(low, high, 1, 'faster', 'slower')} with {line['prompts']} prompts"
+            f"{_room(low, high, 1, line['detectable'])}"
+        )
+    return told
 
 
 def of_sweep(lines: pd.DataFrame) -> list[str]:
@@ -72,7 +74,7 @@ def of_sweep(lines: pd.DataFrame) -> list[str]:
     how, best = _SPEEDS[column], fixed.sort_values(column, ascending=False).iloc[0]
     low, high, ratio = best[f"{column}_low"], best[f"{column}_high"], f"{best[column]:.2f}"
     name = f"{best['name']}, the best of {len(fixed)} fixed sizes on these very prompts,"
-    interval = f"({low:.2f} to {high:.2f}, 95%)"
+    interval = _interval(low, high, ".2f")
     if column == "macro_tau":
         return [
             f"{name} commits {ratio} tokens per cycle {interval} where plain decoding commits 1, "
@@ -84,8 +86,17 @@ def of_sweep(lines: pd.DataFrame) -> list[str]:
     ]
 
 
+def _interval(low: float, high: float, form: str) -> str:
+    return "(no interval)" if low != low else f"({low:{form}} to {high:{form}}, 95%)"
+
+
 def _found(low: float, high: float, equal: float, more: str, less: str) -> str:
     """What an interval shows; NaN, of a single prompt, shows nothing."""
     if low > equal:
         return more
     return less if high < equal else "no difference shown"
+
+
+def _room(low: float, high: float, equal: float, detectable: float) -> str:
+    """Beside a difference that is not shown: how large it would have to be."""
+    return f" ({detectable:.1%} would show)" if low <= equal <= high else ""
