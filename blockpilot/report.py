@@ -24,7 +24,13 @@ from blockpilot.decoding.cost import load_cost
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir, names_of
 from blockpilot.records.store import read_records
-from blockpilot.reporting.evaluation import ABOUT_GAINS, ABOUT_TIMES, evaluation_cells, narrow
+from blockpilot.reporting.evaluation import (
+    ABOUT_GAINS,
+    ABOUT_TIMES,
+    evaluation_cells,
+    narrow,
+    shared_facts,
+)
 from blockpilot.reporting.figures import figures
 from blockpilot.reporting.pages import Drawn, Section, write_report
 from blockpilot.reporting.paper import paper_table
@@ -168,7 +174,8 @@ def evaluation_sections(run: Run) -> Iterator[Section]:
         source=str(run.folder),
         command=command_of(run),
         notes=[
-            f"The policy split's best fixed size is {lines['fixed_size'].iloc[0]}. {ABOUT_GAINS}"
+            f"The policy split's best fixed size is {lines['fixed_size'].iloc[0]}. {ABOUT_GAINS}",
+            *shared_facts(lines),
         ],
         verdicts=of_evaluation(lines),
         table=evaluation_cells(lines),
@@ -205,7 +212,8 @@ def compared_predictors(runs: Sequence[Run]) -> Iterator[Section]:
         source=", ".join(str(run.folder) for run in read),
         command="python -m blockpilot.evaluate",
         notes=[
-            "baseline: the best fixed size among a predictor's own. The evaluations are told below."
+            "baseline: the best fixed size among a predictor's own. Evaluations are told below.",
+            *shared_facts(found),
         ],
         table=evaluation_cells(found.drop(columns=["prompt_set", "recovered"], errors="ignore")),
         data=found,

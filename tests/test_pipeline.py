@@ -234,23 +234,20 @@ def test_every_experiment_runs_in_debug_size(
     name: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLOCKPILOT_PROMPTS", str(shared / "sets"))
-    monkeypatch.setattr(
-        sweep, "show", lambda records: pd.DataFrame()
-    )  # tables of tables: seconds each
+    # Tables of tables: seconds each.
+    monkeypatch.setattr(sweep, "show", lambda records: pd.DataFrame())
     for kind in _LOADS:
         monkeypatch.setattr(kind, "load", few)
     pair = [*TINY, "model.architecture.max_position_embeddings=512", "drafter.checkpoint=random"]
-    pair += ["model.drafters.eagle3=random", "dtype=float32", "decoding.max_new_tokens=5"]
+    pair += [
+        "tracker=none",
+        "model.drafters.eagle3=random",
+        "dtype=float32",
+        "decoding.max_new_tokens=5",
+    ]
     extra = {
-        "sweep": [*pair, "tracker=none", "prompts.limit=2", "replay.batch_size=8"],
-        "cost": [
-            *pair,
-            "tracker=none",
-            "repeats=1",
-            "contexts=[16]",
-            "sizes=[1,4,19]",
-            "trees=[2,64]",
-        ],
+        "sweep": [*pair, "prompts.limit=2", "replay.batch_size=8"],
+        "cost": [*pair, "repeats=1", "contexts=[16]", "sizes=[1,4,19]", "trees=[2,64]"],
         "train": ["tracker=none", "device=cpu", "epochs=1", "predictor.hidden=4"],
         "evaluate": ["tracker=none"],
         "dataset": ["sizes=[1,4,16]"] if name in ("local_mixed", "local_policies") else [],

@@ -197,11 +197,12 @@ def test_predictors_of_all_evaluations_stand_in_one_table(tmp_path: Path) -> Non
     ]
     text = (reported(tmp_path, *runs) / "report.md").read_text()
     assert text.index("## Predictors compared, all prompts") < text.index("## Evaluation k1")
-    heads = "evaluation | sizes | prompts | method | features | tau | baseline | difference"
+    heads = "evaluation | sizes | prompts | method | tau | baseline | difference"
     assert f"| {heads} | detectable |" in text
-    first = "| k1 | 7 1 | 9 | net | logits | 2.510 | 2.500 | +0.010 (-0.010 to +0.040) | 0.050 |"
-    second = "| k2 | 7 2 | 9 | net | logits | 2.400 | 2.500 | -0.100 (-0.120 to -0.070) | 0.050 |"
+    first = "| k1 | 7 1 | 9 | net | 2.510 | 2.500 | +0.010 (-0.010 to +0.040) | 0.050 |"
+    second = "| k2 | 7 2 | 9 | net | 2.400 | 2.500 | -0.100 (-0.120 to -0.070) | 0.050 |"
     assert f" --- |\n{first}\n{second}\n\n" in text
+    assert "Predictors: features logits." in text
     alone = (reported(tmp_path, runs[0]) / "report.md").read_text()
     assert "Predictors compared" not in alone, "one predictor compares with nothing"
 
@@ -236,9 +237,9 @@ def test_a_verdict_heads_the_report(tmp_path: Path, run: Path) -> None:
         "- Decoded sweep run: dflash4, the best of 2 fixed sizes on these very prompts, is 4.00 "
         "times as fast as plain decoding (4.00 to 4.00, 95%) by measured time: faster with 3 "
         "prompts",
-        "- Evaluation e, tau on unseen prompts: the learned size net has +0.4% tau (-0.4% to "
+        "- Evaluation e, tau on unseen prompts: the learned size net gains +0.4% tau (-0.4% to "
         "+1.6%, 95%) against block 8: no difference shown with 9 prompts (2.0% would show)",
-        "- Evaluation e, tau on unseen prompts: the learned size worse has -4.0% tau (-4.8% to "
+        "- Evaluation e, tau on unseen prompts: the learned size worse gains -4.0% tau (-4.8% to "
         "-2.8%, 95%) against block 8: less tau with 9 prompts",
     ]
     head = text[: text.index("\n## ")]
@@ -246,7 +247,7 @@ def test_a_verdict_heads_the_report(tmp_path: Path, run: Path) -> None:
     assert f"<strong>{told[1][2:]}</strong>" in (report_folder / "report.html").read_text()
     bare = evaluated(tmp_path / "evaluate" / "bare", gained("cross-fitted oracle", 0.9))
     text = (reported(tmp_path, bare) / "report.md").read_text()
-    assert "the cross-fitted oracle has +36.0% tau" in text
+    assert "the cross-fitted oracle gains +36.0% tau" in text
     assert "against block 8, both on halves of answers: more tau with 9 prompts" in text
 
 
@@ -266,7 +267,7 @@ def test_a_verdict_rests_on_what_was_measured(tmp_path: Path) -> None:
     assert told.startswith("the learned size blockpilot is 4.00 times as fast as dflash4 (4.00 to")
     assert told.endswith("by measured time: faster with 4 prompts")
     (told,) = of_sweep(sweep_table(stored(tmp_path / "one", rows_of(0))))
-    assert "(no interval) by measured time: no difference shown with 1 prompts" in told
+    assert "(no interval) by measured time: no difference shown with 1 prompt" in told
 
 
 def test_measured_times_have_a_table_that_can_be_read(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ _COMPARED = (  # of a timed table
     *("speedup", "speedup_low", "speedup_high"),
     *("over_fixed", "over_fixed_low", "over_fixed_high", "fixed_tpot_ms", "drafting"),
 )
+_FACTS = ("sizes", "features", "hidden", "depth", "label", "parameters")  # of a predictor
 _SHOWN = {  # of an evaluation, and how
     "evaluation": "{}",
     "unit": "{}",
@@ -231,7 +232,10 @@ def narrow(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def evaluation_cells(lines: pd.DataFrame) -> pd.DataFrame:
-    """Lines of `evaluate`, and what else is known of them, as text; empty columns are left out."""
+    """Lines of `evaluate`, and what else is known of them, as text.
+
+    Columns that are empty are left out, and facts that all predictors share (`shared_facts`).
+    """
     units = lines["unit"].unique()
     cells: dict[str, list[str]] = {}
     for name, form in _SHOWN.items():
@@ -239,14 +243,29 @@ def evaluation_cells(lines: pd.DataFrame) -> pd.DataFrame:
             continue
         if name == "unit" and len(units) == 1:
             continue  # it heads the gains
+        if name in _FACTS and lines[name].nunique() < 2:
+            continue
         head = str(units[0]) if name == "gain" and len(units) == 1 else name
         cells[head] = ["-" if pd.isna(value) else form.format(value) for value in lines[name]]
         if name == "difference":
-            ends = zip(lines["difference_low"], lines["difference_high"], strict=True)
-            intervals = [f" ({low:+.3f} to {high:+.3f})" for low, high in ends]
-            cells[head] = [a + b for a, b in zip(cells[head], intervals, strict=True)]
+            names = ["difference", "difference_low", "difference_high"]
+            rounded = lines[names].round(3) + 0.0  # no minus before a zero
+            cells[head] = [
+                f"{middle:+.3f} ({low:+.3f} to {high:+.3f})"
+                for middle, low, high in rounded.itertuples(index=False)
+            ]
     own = lines["method"].eq(BEST_FIXED)  # against itself an interval would pretend to be one
     cells["difference"] = [
         "-" if same else text for same, text in zip(own, cells["difference"], strict=True)
     ]
     return pd.DataFrame(cells)
+
+
+def shared_facts(lines: pd.DataFrame) -> list[str]:
+    """What all predictors of an evaluation have in common, in one sentence; none without them."""
+    found = [
+        f"{name} {_SHOWN[name].format(lines[name].dropna().iloc[0])}"
+        for name in _FACTS
+        if name in lines and lines[name].nunique() == 1
+    ]
+    return [f"Predictors: {', '.join(found)}."] if found else []

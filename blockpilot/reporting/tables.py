@@ -29,7 +29,9 @@ ABOUT_DECODED = (
 )
 _ABOUT_REPLAYED = (
     "n: prompts. tau: tokens per cycle. 95%: bootstrap intervals over prompts. Replayed: the "
-    "cycles are those of decoding the one stored answer of each prompt; nothing was timed. "
+    "cycles are those of decoding the one stored answer of each prompt; nothing was timed."
+)
+_ABOUT_PREDICTED = (
     "predicted TPOT: time per token after the first by the curve given as cost=, mean over "
     "prompts; predicted speedup: plain decoding's over the method's, same prompts."
 )
@@ -61,6 +63,7 @@ def sweep_table(records: pd.DataFrame, *, by_set: bool = False) -> pd.DataFrame:
     replayed = records["mode"].eq("replay").all()
     table.attrs["caption"] = [
         _ABOUT_REPLAYED if replayed else ABOUT_DECODED,
+        *([_ABOUT_PREDICTED] if table["predicted_tpot_ms"].notna().any() else []),
         *_warnings(records, table),
     ]
     return table

@@ -37,10 +37,10 @@ def of_evaluation(lines: pd.DataFrame) -> list[str]:
         share, low, high, detectable = (line[name] / line["baseline"] for name in names)
         unit = line["unit"]
         told.append(
-            f"{subject.format(line['method'])} has {share:+.1%} {unit} "
+            f"{subject.format(line['method'])} gains {share:+.1%} {unit} "
             f"{_interval(low, high, '+.1%')} against block {line['fixed_size']}{scored_on}: "
-            f"{_found(low, high, 0, f'more {unit}', f'less {unit}')} with {line['prompts']} "
-            f"prompts{_room(low, high, 0, detectable)}"
+            f"{_found(low, high, 0, f'more {unit}', f'less {unit}')} with "
+            f"{_prompts(line['prompts'])}{_room(low, high, 0, detectable)}"
         )
     return told
 
@@ -54,7 +54,7 @@ def of_timed(lines: pd.DataFrame) -> list[str]:
         told.append(
             f"the learned size {line['method']} is {line['over_fixed']:.2f} times as fast as "
             f"{line['best_fixed']} {_interval(low, high, '.2f')} by measured time: "
-            f"{_found(low, high, 1, 'faster', 'slower')} with {line['prompts']} prompts"
+            f"{_found(low, high, 1, 'faster', 'slower')} with {_prompts(line['prompts'])}"
             f"{_room(low, high, 1, line['detectable'])}"
         )
     return told
@@ -78,11 +78,11 @@ def of_sweep(lines: pd.DataFrame) -> list[str]:
     if column == "macro_tau":
         return [
             f"{name} commits {ratio} tokens per cycle {interval} where plain decoding commits 1, "
-            f"with {best['prompts']} prompts; {how}"
+            f"with {_prompts(best['prompts'])}; {how}"
         ]
     return [
         f"{name} is {ratio} times as fast as plain decoding {interval} {how}: "
-        f"{_found(low, high, 1, 'faster', 'slower')} with {best['paired']} prompts"
+        f"{_found(low, high, 1, 'faster', 'slower')} with {_prompts(best['paired'])}"
     ]
 
 
@@ -100,3 +100,7 @@ def _found(low: float, high: float, equal: float, more: str, less: str) -> str:
 def _room(low: float, high: float, equal: float, detectable: float) -> str:
     """Beside a difference that is not shown: how large it would have to be."""
     return f" ({detectable:.1%} would show)" if low <= equal <= high else ""
+
+
+def _prompts(count: int) -> str:
+    return f"{count} prompt{'' if count == 1 else 's'}"
