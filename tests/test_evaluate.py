@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from blockpilot.records.tau import tau_by_size, turn_of
 from blockpilot.reporting.evaluation import Gains
 from blockpilot.reporting.evaluation import evaluate as score
 from blockpilot.reporting.replayed import policy_gains, with_tuned
+from blockpilot.tracking import NullTracker
 
 __all__ = ["folder"]  # the fixture
 
@@ -129,7 +131,11 @@ def test_the_detectable_difference_shrinks_with_the_root_of_the_prompts() -> Non
     assert found[0] / found[1] == pytest.approx(2, rel=0.15)
 
 
-def test_the_stage_scores_predictors_on_the_test_split(folder: Path) -> None:
+def test_the_stage_scores_predictors_on_the_test_split(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[dict[str, float]] = []
+    monkeypatch.setattr(NullTracker, "summarise", lambda _, values: told.append(values))
     predictor = folder / "train/run/predictor"
     given = [f"dataset={folder}/dataset/run", f"policies=[{predictor}]", *outputs(folder)]
     table = evaluated(*given)
@@ -154,6 +160,11 @@ def test_the_stage_scores_predictors_on_the_test_split(folder: Path) -> None:
     assert by_method.loc["run", ["features", "hidden", "depth"]].tolist() == ["logits", 16, 2]
     assert set(table["prompt_set"]) == {"local", "all"}
     assert (table["prompts"] == 4).all()
+    for column in ("gain", "baseline", "difference"):
+        assert told[0][f"{column}/run"] == by_method.loc["run", column]
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict.startswith("the learned size run gains ")
+    assert f"against block {table['fixed_size'].iloc[0]}: " in verdict
     stored = pd.read_csv(folder / "evaluate/run/evaluation.csv")
     pd.testing.assert_frame_equal(stored, table, check_dtype=False)
 
@@ -233,6 +244,22 @@ def test_predictors_of_other_sizes_are_refused_by_name(folder: Path, tmp_path: P
     given = [f"dataset={folder}/dataset/run", f"policies=[{place}]", *outputs(tmp_path)]
     with pytest.raises(UserError, match=r"trained for sizes \(15, 17\), the dataset has \(15, 16"):
         evaluated(*given)
+
+
+def test_predictors_of_runs_of_one_name_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    predictor = folder / "train/run/predictor"
+    shutil.copytree(predictor, tmp_path / "train/run/predictor")
+    both = f"policies=[{predictor},{tmp_path}/train/run/predictor]"
+    table = evaluated(f"dataset={folder}/dataset/run", both, *outputs(tmp_path))
+    learnt = table[table["features"].notna()]
+    names = {f"{each.name}/train/run" for each in (folder, tmp_path)}
+    assert set(learnt["method"]) == names
+    with pytest.raises(UserError, match=r"policies: .*train/run is given twice"):
+        evaluated(
+            f"dataset={folder}/dataset/run",
+            f"policies=[{predictor},{predictor}]",
+            *outputs(tmp_path),
+        )
 
 
 def timed(folder: Path, *more: str) -> list[str]:
