@@ -71,7 +71,7 @@ def of_sweep(lines: pd.DataFrame) -> list[str]:
     column = next((each for each in _SPEEDS if fixed[each].notna().any()), None)
     if column is None:
         return []
-    how, best = _SPEEDS[column], fixed.sort_values(column, ascending=False).iloc[0]
+    how, best = _SPEEDS[column], fixed.sort_values(column, ascending=False, kind="stable").iloc[0]
     low, high, ratio = best[f"{column}_low"], best[f"{column}_high"], f"{best[column]:.2f}"
     name = f"{best['name']}, the best of {len(fixed)} fixed sizes on these very prompts,"
     interval = _interval(low, high, ".2f")
