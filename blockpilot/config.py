@@ -112,6 +112,7 @@ class CostConfig(StageConfig):
     contexts: list[int]
     repeats: int
     policy: PolicyPath
+    tracker: Any
 
 
 @dataclass
@@ -195,6 +196,7 @@ class EvaluateConfig(JobConfig):
     dataset: str
     policies: list[str]
     timed: str | None  # folder of a decoded sweep
+    tracker: Any
 
 
 @dataclass

@@ -45,10 +45,13 @@ from blockpilot.provenance import facts
 from blockpilot.records.files import replace_file
 from blockpilot.reporting.tables import show_plan
 from blockpilot.runtime import stage
+from blockpilot.tracking import tracked
 from blockpilot.training.settings import keep_settings
 from blockpilot.verify.tree import verify
 
 log = logging.getLogger("blockpilot.cost")  # __name__ is __main__ under python -m
+
+_ASIDE = ("paths", "threads", "tracker")  # settings that the curve's own identity leaves out
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def run(cfg: CostConfig) -> CostCurve:
         return CostCurve({}, {}, [])
     if cfg.decoding.max_new_tokens < 2:
         raise UserError("decoding.max_new_tokens: a cycle needs a token after the first, give >= 2")
+    tracker = instantiate(cfg.tracker, _convert_="all")
     target = with_engine(load_target(cfg), cfg.engine)
     target.stop_ids = frozenset()  # the text is noise; nothing may end it early
     drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
@@ -85,8 +89,8 @@ def run(cfg: CostConfig) -> CostCurve:
     temperature = cfg.decoding.temperature  # above 0 a cycle also draws noise
     settings = cost_settings(target, drafter) | {"temperature": temperature}
     file = Path(cfg.paths.outputs) / "cost" / cfg.run_id / "cost.json"
-    asked: Any = OmegaConf.to_container(cfg, resolve=True)
-    asked = {name: value for name, value in asked.items() if name not in ("paths", "threads")}
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    asked = {name: value for name, value in config.items() if name not in _ASIDE}
     weights = {"target_fingerprint": target.fingerprint, "drafter_checkpoint": drafter.fingerprint}
     keep_settings(file.with_name("asked.json"), settings | weights | asked, what="a cost curve")
     if file.exists():
@@ -101,8 +105,22 @@ def run(cfg: CostConfig) -> CostCurve:
     text = curve.to_json().encode()
     replace_file(file, lambda stream: stream.write(text))
     tell(curve)
+    with tracked(tracker, file.parent, config=config, rank=0):
+        tracker.summarise(figures_of(curve))
     log.info("curve in %s", file)
     return curve
+
+
+def figures_of(curve: CostCurve) -> dict[str, float]:
+    """What its table shows, by name: milliseconds of a cycle and of a prediction."""
+    figures = {
+        f"cycle_ms/{'tree' if each.tree else 'b'}{each.block_size}/context{each.context}": 1e3
+        * each.cycle_s
+        for each in curve.points
+    }
+    if curve.predictor_s is not None:
+        figures["predictor_ms"] = 1e3 * curve.predictor_s[1]
+    return figures
 
 
 def tell(curve: CostCurve) -> None:

@@ -112,9 +112,7 @@ def run(cfg: DistillConfig) -> Path:
     trainer.resume()
     tracker = instantiate(cfg.tracker, _convert_="all")
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    with tracked(
-        tracker, run_id=cfg.run_id, folder=folder, config=settings, rank=processes.process_index
-    ):
+    with tracked(tracker, folder, config=settings, rank=processes.process_index):
         trainer.run(validation, tracker)
         finished = folder / name
         if processes.is_main_process:
@@ -129,7 +127,7 @@ def run(cfg: DistillConfig) -> Path:
             max_new_tokens=cfg.decoding.max_new_tokens,
         )
         if processes.is_main_process:
-            tracker.summarise({f"tau/{name}": tau for name, tau in taus.items()})
+            tracker.summarise({f"macro_tau/{name}": tau for name, tau in taus.items()})
             card = model_card(
                 name, kind_of(cfg), cfg, corpus, taus, trainer.seconds, trainer.made_by
             )

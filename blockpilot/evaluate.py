@@ -7,24 +7,28 @@ Scores the split `test` of a dataset: each prompt's gain at the size that a pred
 the records that the dataset was made of, beside the policies that decide every cycle, where the
 sweeps replayed some. The fixed size is the best one of the split `policy`.
 `timed` is a decoded sweep whose methods, policies among them, are compared with that size by time.
+The last lines say what came out for each predictor.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 import numpy as np
 import pandas as pd
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from blockpilot import labels
 from blockpilot.config import EvaluateConfig
 from blockpilot.errors import UserError
 from blockpilot.labels import Floats, Ints
-from blockpilot.paths import conf_dir
+from blockpilot.paths import conf_dir, names_of
 from blockpilot.policies.blockpilot import BlockSizePolicy
 from blockpilot.policies.blockpilot_net import parameters_of
 from blockpilot.prompts.base import POLICY, TEST
@@ -33,21 +37,26 @@ from blockpilot.records.schema import PLAIN
 from blockpilot.records.store import read_records
 from blockpilot.records.tau import turn_of
 from blockpilot.reporting.evaluation import (
+    ABOUT_GAINS,
+    ABOUT_TIMES,
     Gains,
     evaluate,
-    evaluation_table,
+    evaluation_cells,
     narrow,
     timed_table,
 )
 from blockpilot.reporting.hindsight import per_cycle_gains
 from blockpilot.reporting.replayed import policy_gains, with_tuned
-from blockpilot.reporting.tables import ALL_SETS, render
+from blockpilot.reporting.tables import ALL_SETS, figures_of, render, text_table
+from blockpilot.reporting.verdicts import of_evaluation, of_timed
 from blockpilot.runtime import stage
+from blockpilot.tracking import tracked
 from blockpilot.training.examples import Examples, load_examples
 
 log = logging.getLogger("blockpilot.evaluate")  # __name__ is __main__ under python -m
 
 NO_DRAFTER = "none"
+PREDICTOR = "predictor"  # the folder within a run of the stage `train`
 # What a timed sweep must share with the replayed ones; the rest is the timing's own business.
 _DECODED_ALIKE = (
     *("target", "weights", "tokenizer", "thinking", "template_date"),
@@ -69,10 +78,10 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
             raise UserError(f"dataset={cfg.dataset}: {len(part)} examples in split {name}")
     fixed = labels.best_fixed(learnt.gains.numpy())
     policies = {
-        Path(path).parent.name: BlockSizePolicy.from_pretrained(path) for path in cfg.policies
+        name: BlockSizePolicy.from_pretrained(path)
+        for name, path in zip(predictor_names(cfg.policies), cfg.policies, strict=True)
     }
-    if len(policies) < len(cfg.policies):
-        raise UserError(f"policies={list(cfg.policies)}: two come from runs of one name")
+    tracker = instantiate(cfg.tracker, _convert_="all")
     timed = None if cfg.timed is None else timed_lines(cfg, examples, fixed)
     choices = {name: chosen_sizes(policy, test) for name, policy in policies.items()}
     others = per_cycle(learnt, test, fixed)
@@ -89,8 +98,35 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
         write_csv(timed, folder / "timed.csv")
     else:  # of an earlier call: times under another evaluation
         (folder / "timed.csv").unlink(missing_ok=True)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    with tracked(tracker, folder, config=config, rank=0):
+        tracker.summarise(tracked_figures(table, timed))
     log.info("lines in %s", folder / "evaluation.csv")
+    found = of_evaluation(table) + ([] if timed is None else of_timed(timed))
+    for verdict in found:
+        Console().print(verdict, markup=False, highlight=False, soft_wrap=True)
     return table
+
+
+def predictor_names(paths: Sequence[str]) -> list[str]:
+    """The run of each predictor, a folder as `outputs/train/<run id>/predictor`."""
+    folders = [Path(path).resolve() for path in paths]
+    return names_of([f.parent if f.name == PREDICTOR else f for f in folders], "policies")
+
+
+def tracked_figures(table: pd.DataFrame, timed: pd.DataFrame | None) -> dict[str, float]:
+    """Gains and differences over all prompts, and the figures of the timed table."""
+    pooled = table[table["prompt_set"] == ALL_SETS].set_index("method")
+    columns = ("gain", "baseline", "difference", "difference_low", "difference_high")
+    figures = {
+        f"{column}/{name}": float(value)
+        for column in columns
+        for name, value in pooled[column].dropna().items()
+    }
+    if timed is None:
+        return figures
+    lines = timed[timed["set"] == ALL_SETS].drop(columns=["set", "best_fixed"])
+    return figures | {f"timed/{name}": value for name, value in figures_of(lines).items()}
 
 
 def per_cycle(learnt: Examples, test: Examples, fixed: int) -> dict[str, Floats]:
@@ -131,8 +167,10 @@ def scored(
         size, n, n_turns = origin.sizes[fixed], len(dict(turns)), len(set(turns))
         told = f" ({n_turns} turns)" if n < n_turns else ""
         title = f"{name}: {n} prompts{told}, best fixed size of the policy split {size}"
-        Console().print(evaluation_table(lines, title, unit))
-        yield lines.assign(prompt_set=name, prompts=n, fixed_size=size, unit=unit)
+        lines = lines.assign(unit=unit)
+        Console().print(text_table(evaluation_cells(lines), title))
+        yield lines.assign(prompt_set=name, prompts=n, fixed_size=size)
+    Console().print(ABOUT_GAINS, highlight=False)
 
 
 def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataFrame:
@@ -165,7 +203,8 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
     what = f"timed; best fixed size, by {unit} on the policy split: {base}"
     for name, lines in narrow(table).groupby("set", sort=False):
         shown = lines.drop(columns="set")
-        shown.attrs["caption"] = table.attrs["caption"] if name == ALL_SETS else []
+        caption = [*table.attrs["caption"], ABOUT_TIMES]
+        shown.attrs["caption"] = caption if name == ALL_SETS else []
         Console().print(render(shown, f"{name}, {what}"))
     return table
 

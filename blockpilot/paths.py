@@ -1,6 +1,8 @@
 """Where things lie: the configuration shipped with the code, and the cache of prepared weights."""
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from blockpilot.errors import UserError
@@ -30,3 +32,22 @@ def cache_dir() -> Path:
     """
     chosen = os.environ.get("BLOCKPILOT_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "blockpilot"
+
+
+def names_of(folders: Sequence[Path], what: str) -> list[str]:
+    """Name each folder by the end of its path, as long as it takes to tell it from the others.
+
+    Raises:
+        UserError: one is given twice; told with the option `what`.
+    """
+    paths = [folder.resolve() for folder in folders]
+    for folder, count in Counter(paths).items():
+        if count > 1:
+            raise UserError(f"{what}: {folder} is given twice")
+    depths = [1] * len(paths)
+    while True:
+        names = ["/".join(path.parts[-depth:]) for path, depth in zip(paths, depths, strict=True)]
+        counts = Counter(names)
+        if len(counts) == len(names):
+            return names
+        depths = [depth + (counts[name] > 1) for depth, name in zip(depths, names, strict=True)]

@@ -47,8 +47,8 @@ from blockpilot.records.store import (
     write_parquet,
 )
 from blockpilot.records.texts import save_prompts
+from blockpilot.reporting.tables import figures_of, show_plan, sweep_table
 from blockpilot.reporting.tables import render as render_table
-from blockpilot.reporting.tables import show_plan, sweep_table
 from blockpilot.runtime import IncompleteError, meet, stage, world
 from blockpilot.sweeping.decoded import DecodedSweep
 from blockpilot.sweeping.plan import sweep_plan
@@ -96,17 +96,14 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
     )
     check_prompt_tokens(sweep, prompts, folder)
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    with (
-        tracked(tracker, run_id=cfg.run_id, folder=folder, config=settings, rank=place.rank),
-        Store(
-            folder,
-            run_id=cfg.run_id,
-            rank=place.rank,
-            world_size=place.size,
-            settings=settings,
-            provenance=facts(target.device) | {"target_parameters": target.model.num_parameters()},
-        ) as store,
-    ):
+    with Store(
+        folder,
+        run_id=cfg.run_id,
+        rank=place.rank,
+        world_size=place.size,
+        settings=settings,
+        provenance=facts(target.device) | {"target_parameters": target.model.num_parameters()},
+    ) as store:
         if place.rank == 0:
             save_prompts(folder, prompts)
         missing = set(missing_prompts(folder, expected))
@@ -115,13 +112,14 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
         if todo and lacking:
             log.warning("prompts measured now have no %s, as rows of before", sorted(lacking))
         log.info("%d of %d prompts to do, methods: %s", len(todo), len(prompts), ", ".join(methods))
-        sweep.measure(todo, store, tracker)
+        sweep.measure(todo, store)
     write_parquet(folder)
     # A rank that leaves with an error ends the others, and the table is of all ranks' rows.
     meet(f"{cfg.run_id}/measured")
     records = read_records(folder)
     if place.rank == 0:
-        show(records)
+        with tracked(tracker, folder, config=settings, rank=0):
+            tracker.summarise(figures_of(show(records)))
     meet(f"{cfg.run_id}/shown")
     raise_if_incomplete(sweep, records)
     return records
@@ -231,9 +229,10 @@ def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[st
     return methods
 
 
-def show(records: pd.DataFrame) -> None:
-    """Print the table of a sweep."""
-    Console().print(render_table(sweep_table(records), "sweep"))
+def show(records: pd.DataFrame) -> pd.DataFrame:
+    """Print the table of a sweep; the table."""
+    table = sweep_table(records)
+    Console().print(render_table(table, "sweep"))
     parted = records[records["divergence_margin"].notna()]
     if not parted.empty:
         margins = parted["divergence_margin"]
@@ -248,6 +247,7 @@ def show(records: pd.DataFrame) -> None:
             widest["method"],
             widest["divergence_at"],
         )
+    return table
 
 
 def raise_if_incomplete(sweep: Rows, records: pd.DataFrame) -> None:

@@ -68,7 +68,7 @@ def run(cfg: TrainConfig) -> Path:
     trainer = PredictorTrainer(net, cfg, folder, device)
     trainer.resume(examples.digest())
     tracker = instantiate(cfg.tracker, _convert_="all")
-    with tracked(tracker, run_id=cfg.run_id, folder=folder, config=settings, rank=0):
+    with tracked(tracker, folder, config=settings, rank=0):
         trainer.run(train, validation, tracker)
         save_predictor(net, folder / "predictor")
         fixed = labels.best_fixed(learnt.gains.numpy())
@@ -80,9 +80,10 @@ def run(cfg: TrainConfig) -> Path:
             FIXED_REGRET: float((best - validation.gains[:, fixed]).mean()),
             "parameters": parameters_of(net),
             "share of the target's": parameters_of(net) / examples.origin.target_parameters,
-            "ms per prediction": 1e3 * seconds_per_prediction(net, held_out, device),
         }
         tracker.summarise(figures)
+    # Told here alone: it differs in every call, also in one that finds the training finished.
+    figures["ms per prediction"] = 1e3 * seconds_per_prediction(net, held_out, device)
     if figures[REGRET] > figures[FIXED_REGRET]:
         log.warning(
             "on the validation prompts size %d for all has less regret than this predictor",

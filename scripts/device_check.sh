@@ -54,7 +54,7 @@ for engine in "${engines[@]}"; do
   for model in "${models[@]}"; do
     timeout 150 "$python" -m blockpilot.cost +model="$model" engine="$engine" \
       run_id="$model-$engine" "${common[@]}" "${shape[@]}" "sizes=$sizes" "contexts=$contexts" \
-      repeats=3 paths.outputs="$work"
+      repeats=3 tracker=none paths.outputs="$work"
   done
 done
 timeout 150 "$python" scripts/bench.py +model="${models[0]}" "${common[@]}" "${shape[@]}" \

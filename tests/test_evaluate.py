@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,14 @@ from blockpilot.records.tau import tau_by_size, turn_of
 from blockpilot.reporting.evaluation import Gains
 from blockpilot.reporting.evaluation import evaluate as score
 from blockpilot.reporting.replayed import policy_gains, with_tuned
+from blockpilot.tracking import NullTracker
 
 __all__ = ["folder"]  # the fixture
+
+
+def evaluated(*given: str) -> pd.DataFrame:
+    """What the stage returns, untracked."""
+    return performed(evaluate.run, "evaluate", "tracker=none", *given)
 
 
 def turns_of(n: int) -> list[tuple[str, int]]:
@@ -48,6 +55,10 @@ def test_by_hand() -> None:
     # Chosen on the first half: 2, 1, 2 on the second; chosen on the second: 3, 1, 1 on the first.
     assert found.loc["cross-fitted oracle", "gain"] == pytest.approx((2 + 1 + 2 + 3 + 1 + 1) / 6)
     fixed_on_halves = (3 + 1 + 1 + 2 + 3 + 3) / 6
+    assert found.loc["cross-fitted oracle", "baseline"] == pytest.approx(fixed_on_halves)
+    assert found.drop(index="cross-fitted oracle")["baseline"].tolist() == [2.0] * (len(found) - 1)
+    followed = found["gain"] - found["baseline"]
+    assert followed.tolist() == pytest.approx(found["difference"].tolist(), abs=1e-12)
     room = found.loc["cross-fitted oracle", "gain"] - fixed_on_halves
     assert found.loc["cross-fitted oracle", "difference"] == pytest.approx(room)
     assert room < 0
@@ -120,10 +131,14 @@ def test_the_detectable_difference_shrinks_with_the_root_of_the_prompts() -> Non
     assert found[0] / found[1] == pytest.approx(2, rel=0.15)
 
 
-def test_the_stage_scores_predictors_on_the_test_split(folder: Path) -> None:
+def test_the_stage_scores_predictors_on_the_test_split(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[dict[str, float]] = []
+    monkeypatch.setattr(NullTracker, "summarise", lambda _, values: told.append(values))
     predictor = folder / "train/run/predictor"
     given = [f"dataset={folder}/dataset/run", f"policies=[{predictor}]", *outputs(folder)]
-    table = performed(evaluate.run, "evaluate", *given)
+    table = evaluated(*given)
     assert set(table["method"]) == {
         "best fixed",
         "run",
@@ -145,6 +160,11 @@ def test_the_stage_scores_predictors_on_the_test_split(folder: Path) -> None:
     assert by_method.loc["run", ["features", "hidden", "depth"]].tolist() == ["logits", 16, 2]
     assert set(table["prompt_set"]) == {"local", "all"}
     assert (table["prompts"] == 4).all()
+    for column in ("gain", "baseline", "difference"):
+        assert told[0][f"{column}/run"] == by_method.loc["run", column]
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict.startswith("the learned size run gains ")
+    assert f"against block {table['fixed_size'].iloc[0]}: " in verdict
     stored = pd.read_csv(folder / "evaluate/run/evaluation.csv")
     pd.testing.assert_frame_equal(stored, table, check_dtype=False)
 
@@ -158,7 +178,7 @@ def test_policies_that_a_sweep_replayed_are_lines_beside_the_sizes(
     given = [f"runs=[{tmp_path}/sweep/run]", *outputs(tmp_path)]
     performed(dataset.run, "dataset", *given)
     given = [f"dataset={tmp_path}/dataset/run", *outputs(tmp_path)]
-    table = performed(evaluate.run, "evaluate", *given)
+    table = evaluated(*given)
     lines = table[table["prompt_set"] == "all"].set_index("method")
     records = read_records(tmp_path / "sweep/run")
     rows = records[(records["split"] == "test") & (records["method"] == "tree7")]
@@ -223,7 +243,23 @@ def test_predictors_of_other_sizes_are_refused_by_name(folder: Path, tmp_path: P
     )
     given = [f"dataset={folder}/dataset/run", f"policies=[{place}]", *outputs(tmp_path)]
     with pytest.raises(UserError, match=r"trained for sizes \(15, 17\), the dataset has \(15, 16"):
-        performed(evaluate.run, "evaluate", *given)
+        evaluated(*given)
+
+
+def test_predictors_of_runs_of_one_name_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    predictor = folder / "train/run/predictor"
+    shutil.copytree(predictor, tmp_path / "train/run/predictor")
+    both = f"policies=[{predictor},{tmp_path}/train/run/predictor]"
+    table = evaluated(f"dataset={folder}/dataset/run", both, *outputs(tmp_path))
+    learnt = table[table["features"].notna()]
+    names = {f"{each.name}/train/run" for each in (folder, tmp_path)}
+    assert set(learnt["method"]) == names
+    with pytest.raises(UserError, match=r"policies: .*train/run is given twice"):
+        evaluated(
+            f"dataset={folder}/dataset/run",
+            f"policies=[{predictor},{predictor}]",
+            *outputs(tmp_path),
+        )
 
 
 def timed(folder: Path, *more: str) -> list[str]:
@@ -268,7 +304,7 @@ def test_a_predictor_that_one_size_for_all_beats_is_told(
 def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
     performed(sweep.run, "sweep", *timed(folder))
     given = [f"dataset={folder}/dataset/run", f"timed={folder}/sweep/timed", *outputs(folder, "t")]
-    lines = performed(evaluate.run, "evaluate", *given)
+    lines = evaluated(*given)
     found = pd.read_csv(folder / "evaluate/t/timed.csv").set_index(["set", "method"]).loc["all"]
     assert list(found.index) == ["plain", "blockpilot", "dflash15", "dflash16", "dflash17"]
     fixed = f"dflash{lines['fixed_size'].iloc[0]}"
@@ -284,7 +320,7 @@ def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
     assert found.loc["plain", "drafting"] < 0.01
     assert (found["drafting_low"] <= found["drafting"]).all()
     assert (found["drafting"] <= found["drafting_high"]).all()
-    performed(evaluate.run, "evaluate", given[0], *given[2:])
+    evaluated(given[0], *given[2:])
     assert not (folder / "evaluate/t/timed.csv").exists(), "of another call"
 
 
@@ -311,4 +347,4 @@ def test_a_sweep_that_says_nothing_about_time_is_refused(
         pytest.skip("the trained size is the best one here")
     given = [f"dataset={folder}/dataset/run", f"timed={tmp_path}/sweep/timed", *outputs(tmp_path)]
     with pytest.raises(UserError, match=told):
-        performed(evaluate.run, "evaluate", *given)
+        evaluated(*given)

@@ -57,13 +57,14 @@ def test_tpot_and_speedups_by_hand() -> None:
         + [row(9, 8, make_trace([8], decode_s=100.0))]  # no partner: in tau, not in speedup
     )
     method = records[records["method"] != "plain"]
-    assert metrics.prompt_tpot(method).tolist() == [0.5, 0.25, 12.5]
     pairs = metrics.pair_with(method, records)
-    ratio, (low, high) = metrics.speedup(pairs)
-    assert ratio == 1.5 / 0.375
-    assert (low, high) == (2.0, 8.0)
+    found = metrics.compared(pairs)
+    assert (found.base_s, found.own_s, found.ratio) == (1.5, 0.375, 1.5 / 0.375)
+    assert found.interval() == (2.0, 8.0)
     # with 0.5 s of prefill on both sides and 10 tokens
-    assert metrics.end_to_end_speedup(pairs) == pytest.approx((9.5 + 18.5) / (5.0 + 2.75))
+    whole = metrics.compared(pairs, with_prefill=True)
+    assert whole.ratio == pytest.approx((9.5 + 18.5) / (5.0 + 2.75))
+    assert math.isnan(metrics.compared(pairs.iloc[:0]).ratio)
     assert metrics.share_equal(pairs) == 1.0
 
 

@@ -234,22 +234,28 @@ def test_every_experiment_runs_in_debug_size(
     name: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLOCKPILOT_PROMPTS", str(shared / "sets"))
-    monkeypatch.setattr(sweep, "show", lambda records: None)  # tables of tables: seconds each
+    # Tables of tables: seconds each.
+    monkeypatch.setattr(sweep, "show", lambda records: pd.DataFrame())
     for kind in _LOADS:
         monkeypatch.setattr(kind, "load", few)
     pair = [*TINY, "model.architecture.max_position_embeddings=512", "drafter.checkpoint=random"]
-    pair += ["model.drafters.eagle3=random", "dtype=float32", "decoding.max_new_tokens=5"]
+    pair += [
+        "tracker=none",
+        "model.drafters.eagle3=random",
+        "dtype=float32",
+        "decoding.max_new_tokens=5",
+    ]
     extra = {
-        "sweep": [*pair, "tracker=none", "prompts.limit=2", "replay.batch_size=8"],
+        "sweep": [*pair, "prompts.limit=2", "replay.batch_size=8"],
         "cost": [*pair, "repeats=1", "contexts=[16]", "sizes=[1,4,19]", "trees=[2,64]"],
         "train": ["tracker=none", "device=cpu", "epochs=1", "predictor.hidden=4"],
+        "evaluate": ["tracker=none"],
         "dataset": ["sizes=[1,4,16]"] if name in ("local_mixed", "local_policies") else [],
     }
     text = (conf_dir() / "experiment" / f"{name}.yaml").read_text()
     for records in re.findall(r"/records: ([\w-]+)", text):
         text += (conf_dir() / "records" / f"{records}.yaml").read_text()
-    measured = re.search(r"^ +(- )?cost ", text, re.MULTILINE)
-    used = {stage for stage in extra if stage != "cost" or measured}
+    used = {each for each in extra if re.search(rf"^ +(- )?{each} ", text, re.MULTILINE)}
     options = [f"extra.{stage}={listed(extra[stage])}" for stage in used if extra[stage]]
     done = performed(
         pipeline.run, "pipeline", f"experiment={name}", f"paths.outputs={shared}", *options

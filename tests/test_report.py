@@ -19,6 +19,7 @@ from blockpilot.reporting.figures import figures
 from blockpilot.reporting.paper import paper_table
 from blockpilot.reporting.published import MEAN, published
 from blockpilot.reporting.tables import sweep_table
+from blockpilot.reporting.verdicts import of_sweep, of_timed
 from blockpilot.runtime import write_status
 
 GOLDEN = """\
@@ -142,59 +143,157 @@ def test_published_numbers_stand_under_the_methods_that_papers_name(tmp_path: Pa
     assert list(table.loc["dflash16, published"]) == ["5.15 / 6.53", "3.99 / 6.31"]
 
 
-def test_an_evaluation_and_a_cost_curve_have_tables_of_their_own(tmp_path: Path) -> None:
-    folder = tmp_path / "evaluate" / "e"
+def gained(method: str, difference: float, **more: object) -> dict[str, object]:
+    """A line of an evaluation over all prompts."""
+    interval = {"difference_low": difference - 0.02, "difference_high": difference + 0.03}
+    line = {"prompt_set": "all", "prompts": 9, "method": method, "unit": "tau", "fixed_size": 8}
+    line |= {"gain": 2.5 + difference, "baseline": 2.5, "difference": difference, **interval}
+    return line | {"detectable": 0.05, **more}
+
+
+def evaluated(folder: Path, *lines: dict[str, object]) -> Path:
+    """A folder as the stage `evaluate` leaves it."""
     folder.mkdir(parents=True)
-    line = {
-        "method": "mine",
-        "prompt_set": "all",
-        "prompts": 9,
-        "unit": "tau",
-        "fixed_size": 8,
-        "gain": 2.5,
-        "difference": 0.1234,
-        "recovered": float("nan"),
-        "accuracy": 0.25,
-    }
-    pd.DataFrame([line]).to_csv(folder / "evaluation.csv", index=False)
+    pd.DataFrame(lines).to_csv(folder / "evaluation.csv", index=False)
+    return folder
+
+
+def test_each_difference_stands_beside_its_own_baseline(tmp_path: Path) -> None:
+    crossed = {"gain": 2.61, "baseline": 2.67}
+    folder = evaluated(
+        tmp_path / "evaluate" / "e",
+        gained("best fixed", 0.0, accuracy=0.5),
+        gained("mine", 0.123, accuracy=0.25, recovered=float("nan")),
+        gained("cross-fitted oracle", -0.06, **crossed),
+    )
     text = (reported(tmp_path, folder) / "report.md").read_text()
-    assert "| all | 9 | mine | 2.500 | +0.123 | 25% |" in text
-    assert "the policy split's best fixed size (8)" in text
+    heads = (
+        "| prompt_set | prompts | method | tau | baseline | difference | detectable | accuracy |"
+    )
+    assert heads in text
+    assert "| all | 9 | best fixed | 2.500 | 2.500 | - | 0.050 | 50% |" in text
+    assert "| all | 9 | mine | 2.623 | 2.500 | +0.123 (+0.103 to +0.153) | 0.050 | 25% |" in text
+    crossed_line = "| 2.610 | 2.670 | -0.060 (-0.080 to -0.030) | 0.050 | - |"
+    assert f"| all | 9 | cross-fitted oracle {crossed_line}" in text
+    assert "The policy split's best fixed size is 8." in text
+
+
+def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:
+    line = {name: value for name, value in gained("x", 0.1).items() if name != "baseline"}
+    folder = evaluated(tmp_path / "evaluate" / "e", line)
+    with pytest.raises(UserError, match=r"evaluation\.csv lacks the column baseline"):
+        reported(tmp_path, folder)
 
 
 def test_predictors_of_all_evaluations_stand_in_one_table(tmp_path: Path) -> None:
-    runs = []
-    for k, gain in ((1, 0.01), (2, -0.02)):
-        runs.append(tmp_path / "evaluate" / f"k{k}")
-        runs[-1].mkdir(parents=True)
-        lines = [
-            {"method": "best fixed", "prompt_set": "all", "difference": 0.0},
-            {"method": "net", "prompt_set": "maths", "difference": 7.0, "features": "logits"},
-            {"method": "net", "prompt_set": "all", "difference": gain, "features": "logits"},
-        ]
-        lines = [{"unit": "tau", "fixed_size": 8, "sizes": f"7 {k}", **line} for line in lines]
-        pd.DataFrame(lines).to_csv(runs[-1] / "evaluation.csv", index=False)
+    runs = [
+        evaluated(
+            tmp_path / "evaluate" / f"k{k}",
+            gained("best fixed", 0.0, sizes=f"7 {k}"),
+            gained("net", 7.0, features="logits", sizes=f"7 {k}", prompt_set="maths"),
+            gained("net", difference, features="logits", sizes=f"7 {k}"),
+        )
+        for k, difference in ((1, 0.01), (2, -0.1))
+    ]
     text = (reported(tmp_path, *runs) / "report.md").read_text()
     assert text.index("## Predictors compared, all prompts") < text.index("## Evaluation k1")
-    assert "| evaluation | unit | sizes | method | features | difference |" in text
-    rows = "| k1 | tau | 7 1 | net | logits | +0.010 |\n| k2 | tau | 7 2 | net | logits | -0.020 |"
-    assert f" --- |\n{rows}\n\n" in text
+    heads = "evaluation | sizes | prompts | method | tau | baseline | difference"
+    assert f"| {heads} | detectable |" in text
+    first = "| k1 | 7 1 | 9 | net | 2.510 | 2.500 | +0.010 (-0.010 to +0.040) | 0.050 |"
+    second = "| k2 | 7 2 | 9 | net | 2.400 | 2.500 | -0.100 (-0.120 to -0.070) | 0.050 |"
+    assert f" --- |\n{first}\n{second}\n\n" in text
+    assert "Predictors: features logits." in text
     alone = (reported(tmp_path, runs[0]) / "report.md").read_text()
     assert "Predictors compared" not in alone, "one predictor compares with nothing"
 
 
+def test_runs_of_one_folder_name_have_sections_and_files_of_their_own(tmp_path: Path) -> None:
+    runs = [
+        evaluated(tmp_path / machine / "evaluate" / "k2", gained("net", gain, features="logits"))
+        for machine, gain in (("old", 0.01), ("new", 0.02))
+    ]
+    folder = reported(tmp_path, *runs)
+    text = (folder / "report.md").read_text()
+    for machine, gain in (("old", 2.51), ("new", 2.52)):
+        assert text.count(f"## Evaluation {machine}/evaluate/k2, tau") == 1
+        assert f"| {machine}/evaluate/k2 | 9 | net |" in text
+        lines = pd.read_csv(folder / "tables" / f"evaluate-{machine}--evaluate--k2.csv")
+        assert lines["gain"].tolist() == [gain]
+    same = tmp_path / "old" / "evaluate" / ".." / "evaluate" / "k2"
+    with pytest.raises(UserError, match=r"runs: .*k2 is given twice"):
+        reported(tmp_path, runs[0], same)
+
+
+def test_a_verdict_heads_the_report(tmp_path: Path, run: Path) -> None:
+    folder = evaluated(
+        tmp_path / "evaluate" / "e",
+        gained("net", 0.01, features="logits"),
+        gained("worse", -0.1, features="hidden"),
+        gained("cross-fitted oracle", 0.9),
+    )
+    report_folder = reported(tmp_path, run, folder)
+    text = (report_folder / "report.md").read_text()
+    told = [
+        "- Decoded sweep run: dflash4, the best of 2 fixed sizes on these very prompts, is 4.00 "
+        "times as fast as plain decoding (4.00 to 4.00, 95%) by measured time: faster with 3 "
+        "prompts",
+        "- Evaluation e, tau on unseen prompts: the learned size net gains +0.4% tau (-0.4% to "
+        "+1.6%, 95%) against block 8: no difference shown with 9 prompts (2.0% would show)",
+        "- Evaluation e, tau on unseen prompts: the learned size worse gains -4.0% tau (-4.8% to "
+        "-2.8%, 95%) against block 8: less tau with 9 prompts",
+    ]
+    head = text[: text.index("\n## ")]
+    assert head.splitlines()[2:5] == told
+    assert f"<strong>{told[1][2:]}</strong>" in (report_folder / "report.html").read_text()
+    bare = evaluated(tmp_path / "evaluate" / "bare", gained("cross-fitted oracle", 0.9))
+    text = (reported(tmp_path, bare) / "report.md").read_text()
+    assert "the cross-fitted oracle gains +36.0% tau" in text
+    assert "against block 8, both on halves of answers: more tau with 9 prompts" in text
+
+
+def test_a_verdict_rests_on_what_was_measured(tmp_path: Path) -> None:
+    rows = [row for prompt in range(4) for row in rows_of(prompt)]
+    lines = sweep_table(stored(tmp_path / "a", rows))
+    unpaired = lines.assign(speedup=float("nan"))
+    (told,) = of_sweep(unpaired)
+    assert "commits 5.00 tokens per cycle (2.00 to 8.00, 95%)" in told
+    assert told.endswith("nothing was timed")
+    assert of_sweep(lines[lines["method"] == "plain"]) == []
+    for prompt in range(4):
+        settings = make_settings(prompt, 8, method="blockpilot", policy="blockpilot@12ab")
+        trace = make_trace([8, 8], decode_s=0.1 * (1 + 0.1 * prompt))
+        rows.append(ok_row(settings, trace, n_prompt_tokens=3))
+    (told,) = of_timed(timed_table(stored(tmp_path / "b", rows), "dflash4"))
+    assert told.startswith("the learned size blockpilot is 4.00 times as fast as dflash4 (4.00 to")
+    assert told.endswith("by measured time: faster with 4 prompts")
+    (told,) = of_sweep(sweep_table(stored(tmp_path / "one", rows_of(0))))
+    assert "(no interval) by measured time: no difference shown with 1 prompt" in told
+
+
 def test_measured_times_have_a_table_that_can_be_read(tmp_path: Path) -> None:
     rows = [row for prompt in range(4) for row in rows_of(prompt, "maths")]
-    folder = tmp_path / "evaluate" / "e"
-    folder.mkdir(parents=True)
-    line = {"prompt_set": "all", "method": "mine", "unit": "tau", "fixed_size": 8, "gain": 2.5}
-    pd.DataFrame([line]).to_csv(folder / "evaluation.csv", index=False)
-    timed_table(stored(tmp_path / "run", rows), "dflash4").to_csv(folder / "timed.csv", index=False)
+    folder = evaluated(tmp_path / "evaluate" / "e", gained("mine", 0.1))
+    table = timed_table(stored(tmp_path / "run", rows), "dflash4")
+    table.to_csv(folder / "timed.csv", index=False)
     text = (reported(tmp_path, folder) / "report.md").read_text()
-    heads = ("set", "method", "B", "mode", "tau macro 95%", "speedup 95%", "over best fixed 95%")
-    assert f"| {' | '.join(heads)} | drafting 95% |" in text
-    cells = ("5.00 2.00-8.00", "3.12 2.00-8.00", "0.78 0.50-2.00")
+    heads = ("set", "method", "B", "mode", "n", "tau macro 95%", "TPOT ms", "speedup 95%")
+    assert f"| {' | '.join(heads)} | over best fixed 95% | drafting |" in text
+    cells = ("4", "5.00 2.00-8.00", "36.9", "3.12 2.00-8.00", "0.78 0.50-2.00")
     assert f"| all | dflash8 | 8 | draft | {' | '.join(cells)} |" in text
+    (ratio,) = table[table["set"].eq("all") & table["method"].eq("dflash8")]["over_fixed"]
+    tpot = table[table["set"] == "all"].set_index("method")["tpot_ms"]
+    assert ratio == pytest.approx(tpot["dflash4"] / tpot["dflash8"], rel=1e-12)
+
+
+def test_times_are_compared_over_the_answers_that_all_baselines_have(tmp_path: Path) -> None:
+    rows = [row for prompt in range(4) for row in rows_of(prompt)]
+    lacking = rows_of(4, sizes=(1, 8))  # a prompt that the best fixed size never had
+    table = timed_table(stored(tmp_path / "run", rows + lacking), "dflash4")
+    assert any("lack of plain or dflash4: 1 of the prompts" in t for t in table.attrs["caption"])
+    assert set(table["prompts"]) == {4}
+    others = table[table["method"] != "dflash4"]
+    followed = others["fixed_tpot_ms"] / others["tpot_ms"]
+    assert followed.tolist() == pytest.approx(others["over_fixed"].tolist(), rel=1e-12)
 
 
 def test_one_name_in_two_modes_is_two_lines(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from blockpilot.errors import UserError
 from blockpilot.records.prefill import read_prefill
 from blockpilot.records.replays import read_replay
 from blockpilot.records.schema import PLAIN, TIMES
-from blockpilot.reporting.tables import render, sweep_table
+from blockpilot.reporting.tables import figures_of, render, sweep_table
 from blockpilot.runtime import IncompleteError
 from blockpilot.sweeping import replayed
+from blockpilot.tracking import NullTracker
 
 PROMPTS = ["one", ["two", "and then", "and now"], "a third, somewhat longer one", "x" * 400]
 SAME = ["method", "turn", "status", "n_prompt_tokens", "n_new_tokens", "stop_reason"]
@@ -148,11 +149,15 @@ COST += ["decoding.max_new_tokens=4", "decoding.temperature=1"]
 
 def cost_arguments(folder: Path, *more: str) -> list[str]:
     tiny = sweep_arguments(folder, folder)
-    dropped = ("tracker", "radius", "mode=", "prompts", "decoding")
+    dropped = ("radius", "mode=", "prompts", "decoding")
     return [*(a for a in tiny if not a.startswith(dropped)), *COST, *more]
 
 
-def test_a_measured_curve_predicts_the_times_of_a_replay(tmp_path: Path) -> None:
+def test_a_measured_curve_predicts_the_times_of_a_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, float]] = []
+    monkeypatch.setattr(NullTracker, "summarise", lambda _, values: told.append(values))
     curve = performed(cost.run, "cost", *cost_arguments(tmp_path))
     assert [(p.block_size, p.context) for p in curve.points] == [
         (size, context) for size in (1, 15, 17) for context in (4, 40)
@@ -178,9 +183,14 @@ def test_a_measured_curve_predicts_the_times_of_a_replay(tmp_path: Path) -> None
         performed(sweep.run, "sweep", *arguments(tmp_path))
     table = sweep_table(records)
     assert table["predicted_speedup"].notna().all()
+    of_curve, of_sweep = told
+    assert of_curve["cycle_ms/b15/context40"] == 1e3 * curve.points[3].cycle_s
+    assert of_sweep == figures_of(table), "the tracker has the figures of the table"
     assert table["speedup"].isna().all()
     shown = [column.header for column in render(table).columns]
-    assert "predicted\nspeedup" in shown
+    assert "predicted\nspeedup 95%" in shown
+    followed = table["plain_predicted_tpot_ms"] / table["predicted_tpot_ms"]
+    assert followed.tolist() == pytest.approx(table["predicted_speedup"].tolist(), rel=1e-12)
     assert "TPOT\nms" not in shown
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from blockpilot.errors import UserError
 from blockpilot.records.schema import failed_row, ok_row, skipped_row
 from blockpilot.records.store import read_records, write_parquet
-from blockpilot.reporting.tables import render, set_table, sweep_table
+from blockpilot.reporting.tables import figures_of, render, sweep_table
 
 SIZES = (1, 4, 8)
 
@@ -68,17 +68,11 @@ def test_sets_come_first_and_pooled_last(tmp_path: Path) -> None:
     pooled = table[table["set"] == "all"].drop(columns="set").reset_index(drop=True)
     pd.testing.assert_frame_equal(pooled, sweep_table(records))
 
-    per_set = set_table(records).set_index("set")
-    assert per_set.index.tolist() == ["code", "maths", "all"]
-    assert per_set["block_size"].to_dict() == {"code": 8, "maths": 8, "all": 8}
-    assert per_set.loc["code", "macro_tau"] == 5.0
-    assert per_set.loc["code", "hindsight_tau"] == 6.0  # size 4 for prompt 1
-    assert "hindsight" in shown(set_table(records))
-
 
 def test_without_plain_rows_the_speedup_is_empty_and_the_caption_says_so(tmp_path: Path) -> None:
     table = sweep_table(stored(tmp_path, [r for p in range(3) for r in rows_of(p, sizes=(4, 8))]))
-    assert table[["speedup", "equal_to_plain"]].isna().all(axis=None)
+    assert table[["speedup", "equal_to_plain", "plain_tpot_ms"]].isna().all(axis=None)
+    assert table["tpot_ms"].tolist() == pytest.approx([27.5, (12.5 + 55 + 15) / 3])
     text = " ".join(shown(table).split())
     assert "No plain decoding among the records" in text
     assert "nan" not in text.lower()
@@ -101,7 +95,40 @@ def test_caption_counts_skipped_failed_and_idle_prompts(tmp_path: Path) -> None:
 def test_prompts_that_lack_plain_decoding_are_told(tmp_path: Path) -> None:
     table = sweep_table(stored(tmp_path, rows_of(0) + rows_of(1, sizes=(4, 8))))
     assert table["paired"].tolist() == [1, 1, 1]
+    assert table["tpot_ms"].tolist() == pytest.approx([100, 25, 12.5]), "of the one that has it"
     assert any("lack plain decoding" in line for line in table.attrs["caption"])
+
+
+def test_every_ratio_follows_from_the_times_beside_it(tmp_path: Path) -> None:
+    rows = [row for p in range(5) for row in rows_of(p, "maths" if p % 2 else "code")]
+    lacking = rows_of(7, "code", sizes=(1, 4))  # a prompt that dflash8 never had
+    for given, columns in ((rows, 0), (rows + lacking, 1)):
+        records = stored(tmp_path / str(columns), given)
+        table = sweep_table(records, by_set=True)
+        for time, ratio in (("tpot_ms", "speedup"), ("end_to_end_ms", "end_to_end_speedup")):
+            assert table[ratio].notna().all()
+            followed = table[f"plain_{time}"] / table[time]
+            assert followed.tolist() == pytest.approx(table[ratio].tolist(), rel=1e-12)
+        plain = table[table["method"] == "plain"].set_index("set")["tpot_ms"]
+        follows = (table["set"].map(plain) / table["tpot_ms"]).sub(table["speedup"]).abs() < 1e-12
+        assert follows.all() == (columns == 0), "another prompt's times among plain decoding's"
+        heads = [column.header for column in render(table).columns]
+        assert heads.count("plain\nTPOT ms") == columns
+        told = "rest on different prompts" in " ".join(table.attrs["caption"])
+        assert told == bool(columns)
+
+
+def test_the_tracker_gets_the_figures_of_the_table_by_name(tmp_path: Path) -> None:
+    cut = ok_row(make_settings(0, 8, block_mode="verify"), make_trace([2] * 8), n_prompt_tokens=3)
+    table = sweep_table(stored(tmp_path, [*rows_of(0), *rows_of(1), cut]))
+    figures = figures_of(table)
+    four = table.set_index("method").loc["dflash4"]
+    for name in ("macro_tau", "micro_tau", "tpot_ms", "speedup", "end_to_end_speedup"):
+        assert figures[f"{name}/dflash4"] == four[name]
+    assert figures["equal_to_plain/dflash4"] == 1
+    assert figures["micro_tau/dflash8, B = 8, verify"] == 2
+    assert "predicted_speedup/dflash4" not in figures, "nothing was predicted"
+    assert figures_of(table.iloc[:0]) == {}
 
 
 def test_markup_in_names_and_errors_is_shown_as_it_is(tmp_path: Path) -> None:
@@ -120,6 +147,5 @@ def test_no_records_and_mixed_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no records"):
         sweep_table(records.iloc[:0])
     mixed = records.assign(dtype=["float32", "float32", "bfloat16"])
-    for table in (sweep_table, set_table):
-        with pytest.raises(UserError, match=r"dtype differs \(bfloat16, float32\)"):
-            table(mixed)
+    with pytest.raises(UserError, match=r"dtype differs \(bfloat16, float32\)"):
+        sweep_table(mixed)

@@ -30,8 +30,8 @@ class FakeRun:
         self.exit_code: int | None = None
         self.summary: dict[str, Any] = {}
 
-    def define_metric(self, name: str, step_metric: str) -> None:
-        assert (name, step_metric) == ("*", "step")
+    def define_metric(self, name: str, step_metric: str, summary: str) -> None:
+        assert (name, step_metric, summary) == ("*", "step", "none")
 
     def log(self, values: dict[str, Any], step: int) -> None:
         assert self.exit_code is None, "logged into a finished run"
@@ -91,8 +91,8 @@ def test_jobs_of_one_process_get_a_run_each_finished_also_when_failing(
     tracker = make_tracker()
 
     def job(number: int, divisor: float) -> None:
-        folder = tmp_path / str(number)
-        with tracked(tracker, run_id=f"job/{number}", folder=folder, config={"a": number}, rank=0):
+        folder = tmp_path / "train" / f"job-{number}"
+        with tracked(tracker, folder, config={"a": number}, rank=0):
             tracker.log({"tau": 1.0}, step=0)
             tracker.summarise({"tau": 1.0 / divisor})
 
@@ -102,7 +102,10 @@ def test_jobs_of_one_process_get_a_run_each_finished_also_when_failing(
     tracker.log({"tau": 9.0}, step=1)  # after the end: goes nowhere
     assert [run.exit_code for run in wandb.runs] == [1, 0]
     assert [run.options["config"] for run in wandb.runs] == [{"a": 1}, {"a": 2}]
-    assert {name: len(rows) for name, rows in wandb.history.items()} == {"job-1": 1, "job-2": 1}
+    assert {name: len(rows) for name, rows in wandb.history.items()} == {
+        "train-job-1": 1,
+        "train-job-2": 1,
+    }
     assert wandb.runs[1].summary == {"tau": 2.5}
 
 
@@ -113,14 +116,25 @@ def test_resumed_steps_continue_and_none_is_dropped(
     # Steps 0..4 were logged when the job died; its checkpoint is of step 2.
     for steps in (range(5), range(3, 8)):
         tracker = make_tracker(mode)
-        with tracked(tracker, run_id="r", folder=tmp_path, config={}, rank=0):
+        with tracked(tracker, tmp_path / "train" / "r", config={}, rank=0):
             for step in steps:
                 tracker.log({"loss": float(step)}, step=step)
     assert wandb.dropped == 0
-    assert {run.options["id"] for run in wandb.runs} == {"r"}
-    calls = [call for call, _ in wandb.history["r"]]
+    assert {run.options["id"] for run in wandb.runs} == {"train-r"}
+    calls = [call for call, _ in wandb.history["train-r"]]
     assert calls == sorted(set(calls))
-    assert [values["step"] for _, values in wandb.history["r"]] == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
+    assert [values["step"] for _, values in wandb.history["train-r"]] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
 
 
 def test_errors_of_the_library_are_one_warning_and_stop_nothing(
@@ -130,7 +144,7 @@ def test_errors_of_the_library_are_one_warning_and_stop_nothing(
     wandb.broken = True
     with (
         caplog.at_level(logging.WARNING),
-        tracked(tracker, run_id="r", folder=tmp_path, config={}, rank=0),
+        tracked(tracker, tmp_path / "train" / "r", config={}, rank=0),
     ):
         for step in range(3):
             tracker.log({"tau": 1.0}, step=step)
@@ -140,10 +154,49 @@ def test_errors_of_the_library_are_one_warning_and_stop_nothing(
     assert wandb.runs[0].exit_code == 1
 
 
+def test_a_run_is_named_by_its_stage_in_the_group_of_its_run_id(
+    wandb: FakeWandb, tmp_path: Path
+) -> None:
+    for stage in ("sweep", "train"):
+        tracker = make_tracker()
+        with tracked(tracker, tmp_path / stage / "k2", config={}, rank=0):
+            tracker.summarise({"x": 1.0})
+    found = [
+        [run.options[key] for key in ("id", "name", "group", "job_type")] for run in wandb.runs
+    ]
+    assert found == [[f"{stage}-k2", f"{stage}-k2", "k2", stage] for stage in ("sweep", "train")]
+
+
+def test_metrics_are_named_by_identifiers_that_stay_different(
+    wandb: FakeWandb, tmp_path: Path
+) -> None:
+    tracker = make_tracker()
+    with tracked(tracker, tmp_path / "sweep" / "r", config={}, rank=0):
+        tracker.log({"macro tau/a-b": 1.0}, step=0)
+        tracker.summarise({"tau/libraspec-exact": 1.0, "tau/tree7, B = 8": 2.0, "tau/a b": 3.0})
+        tracker.summarise({"tau/a-b": 1.0, "tau/a_b": 2.0})
+    (run,) = wandb.runs
+    names = {"tau/libraspec_exact", "tau/tree7_B_8", "tau/a_b", "tau/a_b_"}
+    assert set(run.summary) == names
+    assert (run.summary["tau/a_b"], run.summary["tau/a_b_"]) == (1.0, 2.0)
+    assert list(wandb.history["sweep-r"][0][1]) == ["macro_tau/a_b", "step"]
+
+
+def test_a_job_that_has_nothing_new_to_tell_opens_no_run(wandb: FakeWandb, tmp_path: Path) -> None:
+    for values in ({"tau": 2.0}, {"tau": 2.0}, {"tau": 2.5}):
+        tracker = make_tracker()
+        with tracked(tracker, tmp_path / "sweep" / "r", config={}, rank=0):
+            tracker.summarise(values)
+    with tracked(make_tracker(), tmp_path / "sweep" / "idle", config={}, rank=0):
+        pass
+    assert [run.summary for run in wandb.runs] == [{"tau": 2.0}, {"tau": 2.5}]
+
+
 def test_only_rank_0_opens_a_run(wandb: FakeWandb, tmp_path: Path) -> None:
     tracker = make_tracker()
-    with tracked(tracker, run_id="r", folder=tmp_path, config={}, rank=1):
+    with tracked(tracker, tmp_path / "train" / "r", config={}, rank=1):
         tracker.log({"tau": 1.0}, step=0)
+        tracker.summarise({"tau": 1.0})
     assert not wandb.runs
 
 
@@ -153,13 +206,16 @@ def test_real_offline_run_keeps_every_row(
     for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     tracker = make_tracker()
-    with tracked(tracker, run_id="job/7", folder=tmp_path, config={"a": [1]}, rank=0):
+    folder = tmp_path / "train" / "job7"
+    folder.mkdir(parents=True)
+    with tracked(tracker, folder, config={"a": [1]}, rank=0):
         for step in range(3):
             tracker.log({"tau": 1.5}, step=step)
+        tracker.summarise({"macro tau": 2.5})
     assert not [r for r in caplog.records if r.name == "blockpilot.tracking"]
-    (stored,) = (tmp_path / "wandb").glob("offline-run-*-job-7/*.wandb")
+    (stored,) = (folder / "wandb").glob("offline-run-*-train-job7/*.wandb")
     deadline = time.monotonic() + 10  # the library's own process writes the file
     while stored.read_bytes().count(b"tau") < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert stored.read_bytes().count(b"tau") >= 3
-    assert (tmp_path / "wandb" / "next_step").read_text() == "3"
+    assert (folder / "wandb" / "next_step").read_text() == "3"

@@ -8,27 +8,68 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.table import Table
 
 from blockpilot import labels
 from blockpilot.errors import UserError
 from blockpilot.labels import Floats, Ints
+from blockpilot.records.schema import PLAIN
 from blockpilot.reporting import metrics
 from blockpilot.reporting.metrics import bootstrap, mean, share
 from blockpilot.reporting.tables import ALL_SETS, sweep_table
 
-COMPARED_BY = ("set", "method", "block_size", "block_mode")
-COMPARED = tuple(
-    f"{name}{end}"
-    for name in ("macro_tau", "speedup", "over_fixed", "drafting")
-    for end in ("", "_low", "_high")
+BEST_FIXED = "best fixed"
+CROSS_FITTED = "cross-fitted oracle"
+ABOUT_GAINS = (
+    "baseline: the best fixed size of the policy split, on what the line is scored on: for the "
+    "cross-fitted oracle halves of answers, else whole ones. difference: of the two, paired by "
+    "prompt, with a 95% interval. detectable: the smallest difference that so many prompts show in "
+    "four of five trials. recovered: the difference as a share of the cross-fitted oracle's. "
+    "accuracy: prompts for which a best size was chosen. regret: what the best size of each prompt "
+    "has more. By luck alone: the oracle of prompts that all prefer the same sizes and differ by "
+    "the noise that the halves of each answer show."
 )
-_DRAFTING = ("drafting", "drafting_low", "drafting_high")
-_OVER_FIXED = ("over_fixed", "over_fixed_low", "over_fixed_high", "detectable")
+ABOUT_TIMES = (
+    "over best fixed: the best fixed size's TPOT over the method's, same prompts and session. "
+    "drafting: share of the decoding time."
+)
+
 _POWER = 1.96 + 0.84  # two-sided 5%, power 80%
+COMPARED = (  # of a timed table
+    *("set", "method", "block_size", "block_mode", "prompts"),
+    *("macro_tau", "macro_tau_low", "macro_tau_high", "tpot_ms", "plain_tpot_ms"),
+    *("speedup", "speedup_low", "speedup_high"),
+    *("over_fixed", "over_fixed_low", "over_fixed_high", "fixed_tpot_ms", "drafting"),
+)
+_FACTS = ("sizes", "features", "hidden", "depth", "label", "parameters")  # of a predictor
+_SHOWN = {  # of an evaluation, and how
+    "evaluation": "{}",
+    "unit": "{}",
+    "sizes": "{}",
+    "prompt_set": "{}",
+    "prompts": "{:.0f}",
+    "method": "{}",
+    "features": "{}",
+    "hidden": "{:.0f}",
+    "depth": "{:.0f}",
+    "label": "{}",
+    "parameters": "{:,.0f}",
+    "gain": "{:.3f}",
+    "baseline": "{:.3f}",
+    "difference": "{:+.3f}",
+    "detectable": "{:.3f}",
+    "recovered": "{:.0%}",
+    "accuracy": "{:.0%}",
+    "regret": "{:.3f}",
+}
+
+EVALUATED = (  # columns that every evaluation has
+    *("prompt_set", "prompts", "method", "unit", "fixed_size", "gain", "baseline"),
+    *("difference", "difference_low", "difference_high", "detectable"),
+)
 
 Turns = Sequence[tuple[str, int]]
 """The conversation and the turn of each example."""
@@ -53,12 +94,13 @@ def evaluate(
     choices: Mapping[str, Ints],
     others: Mapping[str, Floats],
 ) -> pd.DataFrame:
-    """One line per method: mean gain, what it adds to the fixed size's, how sure that is.
+    """One line per method: mean gain, what it adds to its baseline, how sure that is.
 
     `turns` [P] names the conversation and the turn of each example: seeds of a turn are averaged,
     then turns of a conversation, and intervals are over conversations. `fixed` is the index of the
     size that was best on the policy split, `choices` are the indices [P] that policies chose,
-    `others` gains [P] of methods that choose no size. Columns: method, gain, difference with
+    `others` gains [P] of methods that choose no size. Columns: method, gain, baseline (what the
+    fixed size gains on the same evidence), difference (gain - baseline) with
     difference_low/high (95%, bootstrap over prompts, paired), detectable (the smallest difference
     that this many prompts show in four of five trials), recovered (share of the cross-fitted
     oracle's gain; NaN where that gains nothing), accuracy (share of examples for which a best
@@ -77,7 +119,7 @@ def evaluate(
         return found
 
     crossed = _cross_fitted(gains, turns, fixed)
-    lines = [line("best fixed", base, np.full(n, fixed))]
+    lines = [line(BEST_FIXED, base, np.full(n, fixed))]
     for name, chosen in choices.items():
         lines.append(line(name, whole[rows, chosen], chosen))
         if crossed is not None and float(crossed["difference"]) > 0:
@@ -113,7 +155,7 @@ def _cross_fitted(gains: Gains, turns: Turns, fixed: int) -> dict[str, float | s
         [on[rows, labels.argmax_labels(by)] for by, on in (halves, halves[::-1])], axis=0
     )
     base = (halves[0][:, fixed] + halves[1][:, fixed]) / 2
-    return _line("cross-fitted oracle", _by_prompt(crossed, of), _by_prompt(base, of))
+    return _line(CROSS_FITTED, _by_prompt(crossed, of), _by_prompt(base, of))
 
 
 def _line(name: str, values: Floats, base: Floats) -> dict[str, float | str]:
@@ -124,6 +166,7 @@ def _line(name: str, values: Floats, base: Floats) -> dict[str, float | str]:
     return {
         "method": name,
         "gain": float(values.mean()),
+        "baseline": float(base.mean()),
         "difference": float(difference.mean()),
         "difference_low": low,
         "difference_high": high,
@@ -137,58 +180,97 @@ def _line(name: str, values: Floats, base: Floats) -> dict[str, float | str]:
 def timed_table(records: pd.DataFrame, fixed: str) -> pd.DataFrame:
     """Lines of a timed sweep, per prompt set and pooled, each compared with the method `fixed`.
 
-    Those of `sweep_table` with over_fixed: the ratio of mean TPOTs, the fixed size's over the
-    method's, with over_fixed_low/high (95%, bootstrap over prompts, paired); detectable, the
-    smallest change of that ratio that this many prompts show in four of five trials; drafting with
-    drafting_low/high and deciding, the shares of the decoding time that drafts and the policy took;
-    verified, target positions per cycle. Raises like it, and where one name stands for two methods.
+    Those of `sweep_table` over the answers that plain decoding and `fixed` both have, with
+    over_fixed: the ratio fixed_tpot_ms / tpot_ms, where fixed_tpot_ms is the TPOT of `fixed` on the
+    line's prompts, with over_fixed_low/high (95%, bootstrap over prompts, paired); best_fixed, the
+    name of `fixed`; detectable, the smallest change of that ratio that this many prompts show in
+    four of five trials; drafting with drafting_low/high and deciding, the shares of the decoding
+    time that drafts and the policy took; verified, target positions per cycle. Raises like it, and
+    where one name stands for two methods.
     """
     names_of = records.groupby("method")[["block_size", "block_mode"]].nunique().max(axis=1)
     for name in names_of.index[names_of > 1]:
         raise UserError(f"method {name} has rows of two sizes or modes; keep those of one")
-    table = sweep_table(records, by_set=True)
-    names = (*_OVER_FIXED, *_DRAFTING, "deciding", "verified")
-    columns: dict[str, list[float]] = {name: [] for name in names}
-    for line in table.to_dict("records"):
-        within = records["prompt_set"].eq(line["set"]) | (line["set"] == ALL_SETS)
-        chosen = records[within]
-        pairs = metrics.pair_with(chosen[chosen["method"] == line["method"]], chosen, fixed)
-        ratio, (low, high) = metrics.speedup(pairs)
-        rows = chosen[(chosen["method"] == line["method"]) & (chosen["status"] == "ok")]
-        cycles = int(rows["verified"].map(len).sum())
-        spent = rows.groupby("prompt_id")[["draft_s", "policy_s", "decode_s"]].sum()
-        draft, policy, whole = spent.to_numpy(dtype=np.float64).T
-        shares = (float(share(draft, whole)), *bootstrap(share, draft, whole))
-        for name, value in zip(_DRAFTING, shares, strict=True):
-            columns[name].append(value)
-        columns["deciding"].append(float(share(policy, whole)))
-        columns["verified"].append(rows["verified"].map(sum).sum() / max(cycles, 1))
-        base, own = metrics.paired_times(pairs, "decode_s")
-        noise = base / own if len(own) > 1 else np.array([np.nan, np.nan])
-        detectable = _POWER * float(noise.std(ddof=1)) / np.sqrt(len(noise))
-        for name, value in zip(_OVER_FIXED, (ratio, low, high, detectable), strict=True):
-            columns[name].append(value if line["method"] != fixed else float("nan"))
-    return table.assign(**columns)
+    bases = [base for base in (PLAIN, fixed) if base in set(records["method"])]
+    shared = metrics.with_partners(records, bases)
+    table = sweep_table(shared, by_set=True)
+    if dropped := records["prompt_id"].nunique() - shared["prompt_id"].nunique():
+        told = f"Left out, for lack of {' or '.join(bases)}: {dropped} of the prompts."
+        table.attrs["caption"].append(told)
+    added = [_against(shared, line, fixed) for line in table.to_dict("records")]
+    columns = {str(name): values for name, values in pd.DataFrame(added).items()}
+    return table.assign(best_fixed=fixed, **columns)
+
+
+def _against(records: pd.DataFrame, line: Mapping[Any, Any], fixed: str) -> dict[str, float]:
+    """What `timed_table` adds to a line."""
+    chosen = records[records["prompt_set"].eq(line["set"]) | (line["set"] == ALL_SETS)]
+    rows = chosen[(chosen["method"] == line["method"]) & (chosen["status"] == "ok")]
+    spent = rows.groupby("prompt_id")[["draft_s", "policy_s", "decode_s"]].sum()
+    draft, policy, whole = spent.to_numpy(dtype=np.float64).T
+    low, high = bootstrap(share, draft, whole)
+    found = metrics.compared(metrics.pair_with(rows, chosen, fixed))
+    added = {
+        "fixed_tpot_ms": 1e3 * found.base_s,
+        "drafting": float(share(draft, whole)),
+        "drafting_low": low,
+        "drafting_high": high,
+        "deciding": float(share(policy, whole)),
+        "verified": rows["verified"].map(sum).sum() / max(int(rows["verified"].map(len).sum()), 1),
+    }
+    if line["method"] == fixed:
+        return added
+    low, high = found.interval()
+    ratios = found.theirs / found.ours
+    spread = float(ratios.std(ddof=1)) if len(ratios) > 1 else float("nan")
+    return added | {
+        "over_fixed": found.ratio,
+        "over_fixed_low": low,
+        "over_fixed_high": high,
+        "detectable": _POWER * spread / np.sqrt(max(len(ratios), 1)),
+    }
 
 
 def narrow(table: pd.DataFrame) -> pd.DataFrame:
     """Of a `timed_table`, what its readers compare; the rest is in the file."""
-    return table[[*COMPARED_BY, *COMPARED]]
+    return table[list(COMPARED)]
 
 
-def evaluation_table(lines: pd.DataFrame, title: str, unit: str) -> Table:
-    """A frame of `evaluate` for the terminal."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("method")
-    for header in (unit, "over best fixed, 95%", "detectable", "recovered", "accuracy", "regret"):
-        table.add_column(header, justify="right")
-    for line in lines.to_dict("records"):
-        interval = f"{line['difference_low']:+.3f} to {line['difference_high']:+.3f}"
-        shown = [f"{line['gain']:.3f}", f"{line['difference']:+.3f} ({interval})"]
-        shown.append(f"{line['detectable']:.3f}")
-        for name, form in (("recovered", ".0%"), ("accuracy", ".0%"), ("regret", ".3f")):
-            shown.append("-" if np.isnan(line[name]) else format(line[name], form))
-        if line["method"] == "best fixed":
-            shown[1:3] = ["-", "-"]
-        table.add_row(str(line["method"]), *shown)
-    return table
+def evaluation_cells(lines: pd.DataFrame) -> pd.DataFrame:
+    """Lines of `evaluate`, and what else is known of them, as text.
+
+    Columns that are empty are left out, and facts that all predictors share (`shared_facts`).
+    """
+    units = lines["unit"].unique()
+    cells: dict[str, list[str]] = {}
+    for name, form in _SHOWN.items():
+        if name not in lines or lines[name].isna().all():
+            continue
+        if name == "unit" and len(units) == 1:
+            continue  # it heads the gains
+        if name in _FACTS and lines[name].nunique() < 2:
+            continue
+        head = str(units[0]) if name == "gain" and len(units) == 1 else name
+        cells[head] = ["-" if pd.isna(value) else form.format(value) for value in lines[name]]
+        if name == "difference":
+            names = ["difference", "difference_low", "difference_high"]
+            rounded = lines[names].round(3) + 0.0  # no minus before a zero
+            cells[head] = [
+                f"{middle:+.3f} ({low:+.3f} to {high:+.3f})"
+                for middle, low, high in rounded.itertuples(index=False)
+            ]
+    own = lines["method"].eq(BEST_FIXED)  # against itself an interval would pretend to be one
+    cells["difference"] = [
+        "-" if same else text for same, text in zip(own, cells["difference"], strict=True)
+    ]
+    return pd.DataFrame(cells)
+
+
+def shared_facts(lines: pd.DataFrame) -> list[str]:
+    """What all predictors of an evaluation have in common, in one sentence; none without them."""
+    found = [
+        f"{name} {_SHOWN[name].format(lines[name].dropna().iloc[0])}"
+        for name in _FACTS
+        if name in lines and lines[name].nunique() == 1
+    ]
+    return [f"Predictors: {', '.join(found)}."] if found else []

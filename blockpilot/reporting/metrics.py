@@ -3,9 +3,10 @@
 Words and formulas are those of the project's design:
     tau      tokens committed per cycle; micro: pooled over prompts; macro: mean over prompts of
              the prompt's own tau. A prompt pools its turns, repeats and seeds.
-    TPOT     decode_s / (n_new_tokens - 1), seconds per token after the first
-    speedup  mean over prompts of plain decoding's TPOT / mean over the same prompts of the
-             method's: rows are paired by prompt, seed, turn and repeat within one session
+    TPOT     decode_s / (n_new_tokens - 1), seconds per token after the first; of a method: the
+             mean over prompts
+    speedup  TPOT of plain decoding / TPOT of the method, over the same prompts: rows are paired by
+             prompt, seed, turn and repeat within one session
 Rows without a cycle (stopped on the prefill's token, budget 0) have no tau and are counted apart.
 Intervals are 95% percentile bootstrap intervals over prompts, paired where two methods meet.
 """
@@ -13,6 +14,7 @@ Intervals are 95% percentile bootstrap intervals over prompts, paired where two 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -41,14 +43,6 @@ def micro_tau(records: pd.DataFrame) -> float:
 def macro_tau(records: pd.DataFrame) -> float:
     """Mean of the per-prompt tau (what the papers print); NaN without a cycle."""
     return float(prompt_tau(records).mean())
-
-
-def prompt_tpot(records: pd.DataFrame) -> pd.Series:
-    """TPOT of each prompt in seconds, index prompt_id; prompts with one token are left out."""
-    rows = records[(records["status"] == "ok") & records["decode_s"].notna()]
-    rows = rows.assign(n_timed=rows["n_new_tokens"].astype(int) - 1)
-    sums = rows[rows["n_timed"] > 0].groupby("prompt_id")[["decode_s", "n_timed"]].sum()
-    return sums["decode_s"] / sums["n_timed"]
 
 
 def require_comparable(records: pd.DataFrame) -> None:
@@ -101,6 +95,16 @@ def pair_with(rows: pd.DataFrame, records: pd.DataFrame, base: str = PLAIN) -> p
     return pairs
 
 
+def with_partners(records: pd.DataFrame, bases: Sequence[str]) -> pd.DataFrame:
+    """Rows whose prompt, seed, turn and repeat every method of `bases` has; those not ok stay."""
+    answers = pd.MultiIndex.from_frame(records[_PAIR])
+    ok = records["status"] == "ok"
+    kept = pd.Series(data=True, index=records.index)
+    for base in bases:
+        kept &= answers.isin(answers[ok & (records["method"] == base)])
+    return records[kept | ~ok]
+
+
 def share_equal(pairs: pd.DataFrame) -> float:
     """Share of outputs that equal the partner's, token for token; NaN without pairs."""
     if pairs.empty:
@@ -108,20 +112,31 @@ def share_equal(pairs: pd.DataFrame) -> float:
     return float((pairs["output_sha256"] == pairs["output_sha256_base"]).mean())
 
 
-def speedup(pairs: pd.DataFrame, *, seed: int = 0) -> tuple[float, Interval]:
-    """Ratio of mean TPOTs, the partner's over the method's, with its interval."""
-    theirs, ours = paired_times(pairs, "decode_s")
-    return float(_ratio(theirs, ours)), bootstrap(_ratio, theirs, ours, seed=seed)
+@dataclass(frozen=True)
+class Compared:
+    """Seconds per token of each prompt, [P] of a partner and [P] of a method; NaN of no prompts."""
 
+    theirs: Floats
+    ours: Floats
 
-def end_to_end_speedup(pairs: pd.DataFrame) -> float:
-    """The same ratio with the prefill inside: (prefill_s + decode_s) / n_new_tokens."""
-    return float(_ratio(*paired_times(pairs, "decode_s", with_prefill=True)))
+    @property
+    def base_s(self) -> float:
+        """The partner's mean over the prompts."""
+        return float(self.theirs.mean()) if len(self.theirs) else float("nan")
 
+    @property
+    def own_s(self) -> float:
+        """The method's mean over the same prompts."""
+        return float(self.ours.mean()) if len(self.ours) else float("nan")
 
-def predicted_speedup(pairs: pd.DataFrame) -> float:
-    """The ratio of TPOTs that a cost curve predicts for replayed rows; NaN without predictions."""
-    return float(_ratio(*paired_times(pairs, "predicted_decode_s")))
+    @property
+    def ratio(self) -> float:
+        """base_s / own_s: how many times as fast the method is."""
+        return self.base_s / self.own_s
+
+    def interval(self) -> Interval:
+        """Of the ratio."""
+        return bootstrap(_ratio, self.theirs, self.ours)
 
 
 def bootstrap(
@@ -156,15 +171,17 @@ def share(part: Floats, whole: Floats) -> Floats:
 
 
 def _ratio(theirs: Floats, ours: Floats) -> Floats:
-    if theirs.shape[-1] == 0:
-        return np.asarray(np.nan)
     return np.asarray(theirs.mean(axis=-1) / ours.mean(axis=-1))
 
 
-def paired_times(
-    pairs: pd.DataFrame, column: str, *, with_prefill: bool = False
-) -> tuple[Floats, Floats]:
-    """Seconds per token of each prompt, [P] of the partner and [P] of the method."""
+def compared(
+    pairs: pd.DataFrame, column: str = "decode_s", *, with_prefill: bool = False
+) -> Compared:
+    """Times per token of the pairs that `pair_with` found: TPOTs, whose ratio is the speedup.
+
+    `predicted_decode_s` gives those that a cost curve predicts for replayed rows. With the prefill
+    inside, the end-to-end times: (prefill_s + decode_s) / n_new_tokens.
+    """
     timed = pairs[pairs[column].notna() & pairs[f"{column}_base"].notna()]
     first = 0 if with_prefill else 1
     parts = {}
@@ -176,9 +193,10 @@ def paired_times(
         parts[f"tokens{suffix}"] = timed[f"n_new_tokens{suffix}"].astype(int) - first
     sums = pd.DataFrame(parts).groupby(timed["prompt_id"]).sum()
     sums = sums[(sums["tokens"] > 0) & (sums["tokens_base"] > 0)]
-    theirs = (sums["seconds_base"] / sums["tokens_base"]).to_numpy(dtype=np.float64)
-    ours = (sums["seconds"] / sums["tokens"]).to_numpy(dtype=np.float64)
-    return theirs, ours
+    return Compared(
+        (sums["seconds_base"] / sums["tokens_base"]).to_numpy(dtype=np.float64),
+        (sums["seconds"] / sums["tokens"]).to_numpy(dtype=np.float64),
+    )
 
 
 def _require_one(rows: pd.DataFrame, field: str, where: str) -> None:

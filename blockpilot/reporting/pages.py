@@ -45,6 +45,7 @@ class Section:
     source: str  # folder that the numbers were read from
     command: str  # that made the folder
     notes: Sequence[str] = ()
+    verdicts: Sequence[str] = ()  # what the table comes to; they head the report
     table: pd.DataFrame | None = None
     data: pd.DataFrame | None = None
     drawn: Sequence[Drawn] = field(default_factory=tuple)
@@ -57,7 +58,10 @@ def write_report(folder: Path, title: str, sections: Sequence[Section]) -> None:
     """
     make_folder(folder / "tables")
     make_folder(folder / "figures")
-    markdown, page = [f"# {title}\n"], [f"<h1>{html.escape(title)}</h1>"]
+    verdicts = [f"{section.title}: {each}" for section in sections for each in section.verdicts]
+    markdown = [f"# {title}\n", *(f"- {each}" for each in verdicts), ""]
+    page = [f"<h1>{html.escape(title)}</h1>"]
+    page += [f"<p><strong>{html.escape(each)}</strong></p>" for each in verdicts]
     for section in sections:
         if section.data is not None:
             write_csv(section.data, folder / "tables" / f"{section.name}.csv")

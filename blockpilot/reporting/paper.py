@@ -9,9 +9,7 @@ from typing import Any
 import pandas as pd
 
 from blockpilot.reporting.published import MEAN, published
-from blockpilot.reporting.tables import ALL_SETS
-
-_METHOD = ["method", "block_size", "block_mode"]
+from blockpilot.reporting.tables import ALL_SETS, names_of
 
 
 def paper_table(lines: pd.DataFrame, target: str, temperature: float) -> pd.DataFrame:
@@ -21,14 +19,12 @@ def paper_table(lines: pd.DataFrame, target: str, temperature: float) -> pd.Data
     brackets; `-` where there is none. A method that a paper names gets a line of its numbers below.
     """
     sets = [name for name in dict.fromkeys(lines["set"]) if name != ALL_SETS]
+    named = lines.assign(name=names_of(lines))
     rows = []
-    keys = lines[_METHOD].drop_duplicates()
-    for key in keys.itertuples(index=False, name=None):
-        method, size, mode = key
-        mine = lines[(lines[_METHOD] == list(key)).all(axis=1) & (lines["set"] != ALL_SETS)]
-        mine = mine.set_index("set")
-        alone = (keys["method"] == method).sum() == 1
-        row = {"method": str(method) if alone else f"{method}, B = {size}, {mode}"}
+    for line_name in named["name"].unique():
+        mine = named[named["name"].eq(line_name) & named["set"].ne(ALL_SETS)].set_index("set")
+        method = mine["method"].iloc[0]
+        row = {"method": line_name}
         row |= {name: _cell(mine.loc[name]) if name in mine.index else "-" for name in sets}
         row[MEAN] = _cell(mine[["speedup", "predicted_speedup", "macro_tau"]].mean())
         rows.append(row)

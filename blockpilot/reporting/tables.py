@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -21,94 +21,78 @@ from blockpilot.reporting import metrics
 ALL_SETS = "all"
 _LINE = ["method", "block_size", "block_mode"]
 _SHOWN_CHARACTERS = 100
-_DECODED = (
-    "n: prompts. 95%: bootstrap intervals over prompts. TPOT: median over prompts. speedup: ratio "
-    "of mean TPOTs, plain over method, same prompts and session; end to end counts the prefill. "
-    "equal plain: share of outputs that are plain decoding's, token for token."
+ABOUT_DECODED = (
+    "n: prompts. tau: tokens per cycle. 95%: bootstrap intervals over prompts. TPOT: decoding time "
+    "per token after the first, mean over prompts. speedup: plain decoding's TPOT over the "
+    "method's, same prompts and session; end to end: the same of times per token with the prefill "
+    "inside. equal plain: share of outputs that are plain decoding's, token for token."
 )
-_REPLAYED = (
-    "n: prompts. 95%: bootstrap intervals over prompts. Replayed: the cycles are those of decoding "
-    "the one stored answer of each prompt; nothing was timed. predicted speedup: cycle costs of "
-    "the curve given as cost=, plain over method."
+_ABOUT_REPLAYED = (
+    "n: prompts. tau: tokens per cycle. 95%: bootstrap intervals over prompts. Replayed: the "
+    "cycles are those of decoding the one stored answer of each prompt; nothing was timed."
+)
+_ABOUT_PREDICTED = (
+    "predicted TPOT: time per token after the first by the curve given as cost=, mean over "
+    "prompts; predicted speedup: plain decoding's over the method's, same prompts."
 )
 
 
 def sweep_table(records: pd.DataFrame, *, by_set: bool = False) -> pd.DataFrame:
     """One line per method, size and block mode; with `by_set` per prompt set, pooled ones last.
 
-    Columns: [set,] method, block_size, block_mode, prompts (decoded ones), micro_tau, macro_tau
-    and its interval macro_tau_low/high, tpot_ms (median over prompts), speedup with
-    speedup_low/high and end_to_end_speedup (NaN without plain rows), predicted_speedup (of
-    replayed rows with a cost curve), equal_to_plain (share of decoded outputs), paired (prompts
-    that speedup and equality rest on). `attrs["caption"]` says what the reader must know: missing
-    plain rows, skipped and failed prompts, rows without a cycle.
+    Columns: [set,] method, block_size, block_mode, policy, prompts (decoded ones), micro_tau,
+    macro_tau and its interval macro_tau_low/high, equal_to_plain (share of decoded outputs), paired
+    (prompts that equality and times rest on: those of plain decoding too), and times per token in
+    ms, means over these prompts: tpot_ms beside plain_tpot_ms, plain decoding's over the same
+    prompts, and their ratio, speedup with speedup_low/high; so end_to_end_ms with the prefill
+    inside and predicted_tpot_ms of replayed rows with a cost curve. Without any plain rows there
+    are no ratios, and times are over all prompts of a method. `attrs["caption"]` says what the
+    reader must know: missing plain rows, skipped and failed prompts, rows without a cycle.
 
     Raises UserError when there are no records or their settings must not be pooled.
     """
     _require_records(records)
     lines = []
+    has_plain = bool(_plain(records).any())
     for name, chosen in _sets(records, by_set):
         for key in _methods(chosen):
             head = {"set": name} if by_set else {}
-            lines.append(head | dict(zip(_LINE, key, strict=True)) | _line(chosen, key))
+            line = _line(chosen, key, has_plain=has_plain)
+            lines.append(head | dict(zip(_LINE, key, strict=True)) | line)
     table = pd.DataFrame(lines)
     replayed = records["mode"].eq("replay").all()
     table.attrs["caption"] = [
-        _REPLAYED if replayed else _DECODED,
+        _ABOUT_REPLAYED if replayed else ABOUT_DECODED,
+        *([_ABOUT_PREDICTED] if table["predicted_tpot_ms"].notna().any() else []),
         *_warnings(records, table),
     ]
     return table
 
 
-def set_table(records: pd.DataFrame) -> pd.DataFrame:
-    """One line per prompt set, drafter and block mode: the best fixed size, in hindsight.
-
-    Columns: set, drafter, block_mode, prompts (with every size), block_size (highest macro tau,
-    ties to the smaller), macro_tau with its interval, speedup and equal_to_plain at that size, and
-    hindsight_tau, the mean of each prompt's best tau over the sizes. Raises like `sweep_table`.
-    """
-    _require_records(records)
-    lines = []
-    for name, chosen in _sets(records, by_set=True):
-        drafted = chosen[chosen["method"] != PLAIN]
-        for (drafter, mode), rows in drafted.groupby(["drafter", "block_mode"]):
-            taus = tau.tau_by_size(rows)
-            if taus.empty:
-                continue
-            size = int(tau.best_size(taus.mean().to_frame().T).iloc[0])
-            at_best = taus[size].to_numpy(dtype=np.float64)
-            low, high = metrics.bootstrap(metrics.mean, at_best)
-            pairs = metrics.pair_with(rows[rows["block_size"] == size], chosen)
-            ratio, (ratio_low, ratio_high) = metrics.speedup(pairs)
-            lines.append(
-                {
-                    "set": name,
-                    "drafter": drafter,
-                    "block_mode": mode,
-                    "prompts": len(taus),
-                    "block_size": size,
-                    "macro_tau": float(at_best.mean()),
-                    "macro_tau_low": low,
-                    "macro_tau_high": high,
-                    "speedup": ratio,
-                    "speedup_low": ratio_low,
-                    "speedup_high": ratio_high,
-                    "equal_to_plain": metrics.share_equal(pairs),
-                    "hindsight_tau": float(taus.max(axis=1).mean()),
-                }
-            )
-    table = pd.DataFrame(lines)
-    table.attrs["caption"] = [
-        "n: prompts. B is the size with the highest macro tau on these very prompts, and tau "
-        "hindsight takes each prompt's best size afterwards: both are upper bounds, not what a "
-        "policy would get.",
-        *_warnings(records, table),
+def names_of(lines: pd.DataFrame) -> list[str]:
+    """What to call each line of `sweep_table`: its method, and more where that is not enough."""
+    keys = lines[_LINE].drop_duplicates()
+    alone = keys["method"].value_counts() == 1
+    return [
+        str(method) if alone[method] else f"{method}, B = {size}, {mode}"
+        for method, size, mode in lines[_LINE].itertuples(index=False, name=None)
     ]
-    return table
+
+
+def figures_of(table: pd.DataFrame) -> dict[str, float]:
+    """The numbers of `sweep_table` by name, as `macro_tau/dflash8`; what is empty is left out."""
+    if table.empty:
+        return {}
+    numbers = table.drop(columns=[*_LINE, "policy"]).set_axis(names_of(table), axis=0)
+    return {
+        f"{column}/{name}": float(value)
+        for column, values in numbers.items()
+        for name, value in values.dropna().items()
+    }
 
 
 def render(table: pd.DataFrame, title: str | None = None) -> Table:
-    """A frame of `sweep_table` or `set_table` for the terminal, its caption below.
+    """A frame of `sweep_table` for the terminal, its caption below.
 
     Fits in 80 characters for the usual names: a mode that never varies moves to the caption.
     """
@@ -141,6 +125,17 @@ def cells(table: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def text_table(frame: pd.DataFrame, title: str) -> Table:
+    """A frame of text for the terminal; numbers stand right."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in frame:  # folded where it is too narrow: no digit is cut off
+        side: Literal["left", "right"] = "left" if column == "method" else "right"
+        table.add_column(str(column), justify=side, overflow="fold")
+    for row in frame.astype(str).itertuples(index=False):
+        table.add_row(*map(Text, row))
+    return table
+
+
 def show_plan(plan: Mapping[str, float | str]) -> None:
     """Print what a run will take."""
     table = Table("what the run will take", "", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -171,67 +166,90 @@ def _decimals(n: int, unit: str = "") -> Callable[[float], str]:
 
 
 def _columns_of(table: pd.DataFrame) -> list[_Column]:
-    """Those of a frame, less what is empty throughout: times of a replay, predictions of a decoded
-    sweep."""
-    return [
-        column
-        for column in _COLUMNS
-        if column.source in table.columns
-        and (column.source not in _OPTIONAL or table[column.source].notna().any())
-    ]
+    """Those of a frame, less what is empty throughout, as times of a replay, and less baselines
+    that are the same in all lines of a set: there they stand in the baseline's own line."""
+    sets = table["set"] if "set" in table else pd.Series(ALL_SETS, table.index)
+
+    def says_something(column: _Column) -> bool:
+        values = table[column.source]
+        if column.source in _BASELINES:
+            return bool(values.round(9).groupby(sets).nunique().gt(1).any())
+        return column.source not in _OPTIONAL or bool(values.notna().any())
+
+    return [each for each in _COLUMNS if each.source in table and says_something(each)]
 
 
-_OPTIONAL = ("tpot_ms", "speedup", "end_to_end_speedup", "predicted_speedup", "equal_to_plain")
+_OPTIONAL = (
+    "tpot_ms",
+    "speedup",
+    "end_to_end_speedup",
+    "predicted_tpot_ms",
+    "predicted_speedup",
+    "equal_to_plain",
+)
+_BASELINES = ("plain_tpot_ms", "plain_predicted_tpot_ms", "fixed_tpot_ms")
 _COLUMNS = (
     _Column("set", "set", is_text=True),
     _Column("method", "method", is_text=True),
-    _Column("drafter", "drafter", is_text=True),
     _Column("block_size", "B"),
     _Column("block_mode", "mode", is_text=True),
     _Column("prompts", "n"),
     _Column("micro_tau", "tau\nmicro", _decimals(2)),
     _Column("macro_tau", "tau\nmacro 95%", _decimals(2)),
-    _Column("hindsight_tau", "tau in\nhindsight", _decimals(2)),
     _Column("tpot_ms", "TPOT\nms", _decimals(1)),
     _Column("speedup", "speedup\n95%", _decimals(2)),
-    _Column("end_to_end_speedup", "end to\nend", _decimals(2)),
+    _Column("plain_tpot_ms", "plain\nTPOT ms", _decimals(1)),
+    _Column("end_to_end_speedup", "speedup\nend to end", _decimals(2)),
     _Column("over_fixed", "over best\nfixed 95%", _decimals(2)),
+    _Column("fixed_tpot_ms", "best fixed\nTPOT ms", _decimals(1)),
     _Column("detectable", "detect-\nable", _decimals(2)),
-    _Column("drafting", "drafting\n95%", lambda share: f"{100 * share:.0f}%"),
+    _Column("drafting", "drafting", lambda share: f"{100 * share:.0f}%"),
     _Column("deciding", "decid-\ning", lambda share: f"{100 * share:.1f}%"),
     _Column("verified", "verified\nper cycle", _decimals(1)),
-    _Column("predicted_speedup", "predicted\nspeedup", _decimals(2)),
+    _Column("predicted_tpot_ms", "predicted\nTPOT ms", _decimals(1)),
+    _Column("predicted_speedup", "predicted\nspeedup 95%", _decimals(2)),
+    _Column("plain_predicted_tpot_ms", "plain\nTPOT ms", _decimals(1)),
     _Column("equal_to_plain", "equal\nplain", lambda share: f"{100 * share:.0f}%"),
 )
 
 
-def _line(chosen: pd.DataFrame, key: tuple[Any, ...]) -> dict[str, Any]:
+def _line(chosen: pd.DataFrame, key: tuple[Any, ...], *, has_plain: bool) -> dict[str, Any]:
     rows = chosen[(chosen[_LINE] == list(key)).all(axis=1)]
-    decoded = rows[rows["status"] == "ok"]
     taus = tau.prompt_tau(rows).to_numpy(dtype=np.float64)
     low, high = metrics.bootstrap(metrics.mean, taus)
+    pairs = metrics.pair_with(rows, chosen) if has_plain else metrics.pair_with(rows, rows, key[0])
     line = {
-        "prompts": decoded["prompt_id"].nunique(),
+        "policy": rows["policy"].iloc[0].split("@")[0],
+        "prompts": rows.loc[rows["status"] == "ok", "prompt_id"].nunique(),
         "micro_tau": metrics.micro_tau(rows),
         "macro_tau": metrics.macro_tau(rows),
         "macro_tau_low": low,
         "macro_tau_high": high,
-        "tpot_ms": 1e3 * float(metrics.prompt_tpot(rows).median()),
     }
-    pairs = metrics.pair_with(decoded, chosen)
-    ratio, (ratio_low, ratio_high) = metrics.speedup(pairs)
-    if key[0] == PLAIN:  # against itself: an interval would pretend to be a measurement
-        ratio_low = ratio_high = float("nan")
+    for time, ratio, found in (
+        ("tpot_ms", "speedup", metrics.compared(pairs)),
+        ("end_to_end_ms", "end_to_end_speedup", metrics.compared(pairs, with_prefill=True)),
+        ("predicted_tpot_ms", "predicted_speedup", metrics.compared(pairs, "predicted_decode_s")),
+    ):
+        line[time] = 1e3 * found.own_s
+        line[f"plain_{time}"] = 1e3 * found.base_s if has_plain else float("nan")
+        line[ratio] = found.ratio if has_plain else float("nan")
+        if ratio != "end_to_end_speedup":
+            # Of plain decoding against itself an interval would pretend to be a measurement.
+            measured = has_plain and key[0] != PLAIN
+            interval = found.interval() if measured else (float("nan"), float("nan"))
+            line[f"{ratio}_low"], line[f"{ratio}_high"] = interval
     return line | {
-        "speedup": ratio,
-        "speedup_low": ratio_low,
-        "speedup_high": ratio_high,
-        "end_to_end_speedup": metrics.end_to_end_speedup(pairs),
-        "predicted_speedup": metrics.predicted_speedup(pairs),
         # Replayed rows share one answer, so their equality says nothing.
-        "equal_to_plain": metrics.share_equal(pairs[pairs["mode"] == "decode"]),
-        "paired": pairs["prompt_id"].nunique(),
+        "equal_to_plain": metrics.share_equal(pairs[pairs["mode"] == "decode"])
+        if has_plain
+        else float("nan"),
+        "paired": pairs["prompt_id"].nunique() if has_plain else 0,
     }
+
+
+def _plain(records: pd.DataFrame) -> pd.Series:
+    return (records["method"] == PLAIN) & (records["status"] == "ok")
 
 
 def _require_records(records: pd.DataFrame) -> None:
@@ -255,10 +273,13 @@ def _methods(records: pd.DataFrame) -> list[tuple[Any, ...]]:
 
 
 def _warnings(records: pd.DataFrame, table: pd.DataFrame) -> Iterator[str]:
-    if not ((records["method"] == PLAIN) & (records["status"] == "ok")).any():
+    if not _plain(records).any():
         yield "No plain decoding among the records: no speedup and no comparison of outputs."
-    elif "paired" in table and (table["paired"] < table["prompts"]).any():
-        yield "Some prompts lack plain decoding: speedup and equality rest on the others."
+    elif (table["paired"] < table["prompts"]).any():
+        yield "Some prompts lack plain decoding: TPOT, speedup and equality rest on the others."
+    sets = table["set"] if "set" in table else pd.Series(ALL_SETS, table.index)
+    if table["paired"].groupby(sets).nunique().gt(1).any():
+        yield "Lines rest on different prompts: plain TPOT is plain decoding's over the line's own."
     for status, column in (("skipped", "skip_reason"), ("failed", "error")):
         rows = records[records["status"] == status]
         if len(rows):

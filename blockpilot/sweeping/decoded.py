@@ -15,8 +15,7 @@ from blockpilot.errors import UserError
 from blockpilot.prompts.base import Prompt
 from blockpilot.records.schema import PLAIN, failed_row, ok_row, skipped_row
 from blockpilot.records.store import Store
-from blockpilot.sweeping.rows import Rows, Turn, progress_bar, told
-from blockpilot.tracking import Tracker
+from blockpilot.sweeping.rows import Rows, Turn, progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -28,16 +27,14 @@ class DecodedSweep(Rows):
 
     mode = "decode"
 
-    def measure(self, prompts: list[Prompt], store: Store, tracker: Tracker) -> None:
+    def measure(self, prompts: list[Prompt], store: Store) -> None:
         """Decode prompts one after the other; the rows of a prompt are written together."""
         self._warm_up(prompts)
         with progress_bar() as progress:
             task = progress.add_task("decode", total=len(prompts))
-            for step, prompt in enumerate(prompts, start=1):
-                rows = list(self._rows(prompt))
-                store.append(rows)
+            for prompt in prompts:
+                store.append(self._rows(prompt))
                 progress.advance(task)
-                tracker.log(told(rows), step=step)
 
     def _warm_up(self, prompts: list[Prompt]) -> None:
         """Every method once, not stored: first calls pay for allocation and kernel choice.

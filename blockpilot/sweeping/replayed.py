@@ -24,8 +24,7 @@ from blockpilot.prompts.base import Prompt
 from blockpilot.records.replays import Text, save_replay
 from blockpilot.records.schema import PLAIN, failed_row, ok_row, skipped_row
 from blockpilot.records.store import Store
-from blockpilot.sweeping.rows import Rows, Turn, progress_bar, told
-from blockpilot.tracking import Tracker
+from blockpilot.sweeping.rows import Rows, Turn, progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +67,11 @@ class ReplayedSweep(Rows):
                 seconds = cost.tree_seconds if method.policy.tree else cost.seconds
                 seconds(method.policy.block_size or 1, 1)
 
-    def measure(self, prompts: list[Prompt], store: Store, tracker: Tracker) -> None:
+    def measure(self, prompts: list[Prompt], store: Store) -> None:
         """Answer and replay batches of prompts; the rows of a prompt are written together."""
         # Prompts of similar length share a batch, so that little of it is padding.
         ordered = sorted(prompts, key=lambda prompt: len(prompt.turns[0]))
-        size, step = self.cfg.replay.batch_size, 0
+        size = self.cfg.replay.batch_size
         with progress_bar() as progress:
             task = progress.add_task("replay", total=len(prompts))
             for start in range(0, len(ordered), size):
@@ -80,10 +79,8 @@ class ReplayedSweep(Rows):
                 for number in range(max(len(each.prompt.turns) for each in batch)):
                     self._turn_of_all(batch, number)
                 for each in batch:
-                    step += 1
                     store.append(each.rows)
                     progress.advance(task)
-                    tracker.log(told(each.rows), step=step)
 
     def _turn_of_all(self, batch: Sequence[_Conversation], number: int) -> None:
         """Rows of turn `number` of every conversation that has one."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
@@ -134,13 +133,3 @@ def progress_bar() -> Progress:
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     return Progress(*columns, console=console(), disable=world().rank != 0)
-
-
-def told(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Tau of each method on one prompt, for the tracker."""
-    taus: dict[str, list[float]] = {}
-    for row in rows:
-        if row["committed"]:
-            tau = sum(row["committed"]) / len(row["committed"])
-            taus.setdefault(f"tau/{row['method']}", []).append(tau)
-    return {name: sum(values) / len(values) for name, values in taus.items()}
