@@ -149,7 +149,7 @@ def test_the_walk_over_stored_answers_gives_the_loops_tau(
     write_responses(target, batch, tmp_path, 0, settings)
     corpus = Corpus([shard_file(tmp_path, 0)])
     student = Eagle3Student(head, target, None, 5)  # type: ignore[arg-type]
-    monkeypatch.setattr("blockpilot.drafters.eagle3.load_head", lambda checkpoint, target: head)
+    monkeypatch.setattr("blockpilot.drafters.eagle3.load_head", lambda *given: head)
     method = student.method(tmp_path)
     method.bind(target)
     walked, decoded = [], []
