@@ -114,7 +114,8 @@ def test_published_block_drafters_are_read(name: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint("dflash", tmp_path)
     small = forms.shrunk(raw)
     theta = raw.get("rope_theta") or raw["rope_parameters"]["rope_theta"]
-    assert checkpoint.drafts(small) == checkpoint.drafts(checkpoint.raw | {"rope_theta": theta})
+    plain = {"rope_theta": theta, "rms_norm_eps": raw["rms_norm_eps"]}
+    assert checkpoint.drafts(small) == checkpoint.drafts(checkpoint.raw | plain)
 
 
 @pytest.mark.parametrize("name", forms.NOT_BUILT)

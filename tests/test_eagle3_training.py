@@ -87,6 +87,14 @@ def test_training_continues_from_a_head(trained: tuple[Path, list[float]], tmp_p
     again = performed(distill.run, "distill", *given)
     name = "model.safetensors"
     assert (again / name).read_bytes() == (trained[0] / name).read_bytes()
+    config = json.loads((trained[0] / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2, 1, 0]
+    config["eagle_aux_hidden_state_layer_ids"] = [3, 2, 1]
+    shutil.copytree(trained[0], tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    other = [*given, f"training.init={tmp_path / 'other'}", "training.steps=1", "run_id=other"]
+    made = performed(distill.run, "distill", *other)
+    assert json.loads((made / "config.json").read_text()) == config, "it learns by what it reads"
     with pytest.raises(UserError, match=r"it can say \d+ tokens, .*draft_vocabulary=2 asks"):
         performed(distill.run, "distill", *given, "new_drafter.draft_vocabulary=2")
     shutil.copytree(trained[0], tmp_path / "own")
