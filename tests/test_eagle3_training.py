@@ -94,7 +94,9 @@ def test_training_continues_from_a_head(trained: tuple[Path, list[float]], tmp_p
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
     other = [*given, f"training.init={tmp_path / 'other'}", "training.steps=1", "run_id=other"]
     made = performed(distill.run, "distill", *other)
-    assert json.loads((made / "config.json").read_text()) == config, "it learns by what it reads"
+    assert json.loads((made / "config.json").read_text()) == config
+    answered = json.loads((made.parent / "responses/distill/local/settings.json").read_text())
+    assert answered["feature_layers"] == [2, 1, 0], "it learns by what it reads"
     with pytest.raises(UserError, match=r"it can say \d+ tokens, .*draft_vocabulary=2 asks"):
         performed(distill.run, "distill", *given, "new_drafter.draft_vocabulary=2")
     shutil.copytree(trained[0], tmp_path / "own")
