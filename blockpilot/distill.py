@@ -33,7 +33,7 @@ from blockpilot.decoding.loop import check_prompt
 from blockpilot.decoding.target import Target
 from blockpilot.drafters.dflash import check_fits, load_network, new_config
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
-from blockpilot.drafters.eagle3 import check_depth, load_head, new_head
+from blockpilot.drafters.eagle3 import load_head, new_head
 from blockpilot.drafters.eagle3_net import Eagle3Network, default_layers
 from blockpilot.errors import UserError
 from blockpilot.paths import conf_dir
@@ -45,6 +45,7 @@ from blockpilot.records.files import make_folder, replace_file
 from blockpilot.reporting.tables import show_plan
 from blockpilot.runtime import WAIT, stage, world
 from blockpilot.tracking import tracked
+from blockpilot.training.blocks import unused_id
 from blockpilot.training.corpus import Corpus
 from blockpilot.training.dflash import DFlashStudent
 from blockpilot.training.eagle3 import Eagle3Student
@@ -93,7 +94,8 @@ def run(cfg: DistillConfig) -> Path:
     atexit.register(processes.destroy_process_group)
     weights = {"target": cfg.model.name, "target_fingerprint": target.fingerprint}
     keep_settings(folder / "target.json", weights, what="answers and a drafter")
-    layers, start = layers_read(cfg, target), continued(cfg, target)
+    start = continued(cfg, target)
+    layers = layers_read(cfg, target, start)
     prompts = _prompts(cfg, target, folder, processes)
     learnt = _answer(cfg, target, prompts, DISTILL, folder, layers)
     held_out = _answer(cfg, target, prompts, VALIDATION, folder, layers)
@@ -181,12 +183,15 @@ def kind_of(cfg: DistillConfig) -> str:
     return kind
 
 
-def layers_read(cfg: DistillConfig, target: Target) -> tuple[int, ...]:
-    """Target layers that the new drafter reads (UserError when it cannot fit the target)."""
+def layers_read(
+    cfg: DistillConfig, target: Target, start: DFlashNetwork | Eagle3Network | None
+) -> tuple[int, ...]:
+    """Target layers that the drafter reads (UserError when a new one cannot fit the target)."""
+    if start is not None:
+        return start.config.target_layer_ids
     if kind_of(cfg) == "dflash":
         return drafter_config(cfg, target).target_layer_ids
-    check_depth(target, name_of(cfg))
-    return default_layers(target.config.num_hidden_layers)
+    return default_layers(target.config.num_hidden_layers, name_of(cfg))
 
 
 def continued(cfg: DistillConfig, target: Target) -> DFlashNetwork | Eagle3Network | None:
@@ -245,15 +250,10 @@ def new_student(
 
 
 def drafter_config(cfg: DistillConfig, target: Target) -> DFlashConfig:
-    """Shape of a new DFlash drafter; the mask defaults to the first row past the tokenizer."""
+    """Shape of a new DFlash drafter; the mask defaults to the first row that no token has."""
     mask = cfg.new_drafter.mask_token_id
     if mask is None:
-        mask = len(target.tokenizer)
-        if mask >= target.embed_rows:
-            raise UserError(
-                f"new_drafter.mask_token_id: {cfg.model.name} has no embedding row past its "
-                f"tokenizer's {mask} entries; name a token that never occurs in text"
-            )
+        mask = unused_id(target)
     config = new_config(
         target,
         n_layers=cfg.new_drafter.n_layers,

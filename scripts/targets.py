@@ -35,7 +35,7 @@ from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.verify.tree import verify
 
-DRAFTER: dict[str, Any] = {"checkpoint": "random"}
+DRAFTER: dict[str, Any] = {"checkpoint": "random", "ignore_keys": []}
 LOADS, REFUSED, BROKEN = "Loads", "Refused", "Loads, and breaks a law"
 NOT_TRIED = "Not tried"
 HEAD = """# Targets, family by family

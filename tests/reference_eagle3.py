@@ -1,6 +1,6 @@
 """A slow EAGLE-3 head and tree, written from the method's description: no cache, loops, float64.
 
-Letters: C known rows, D width, K draft vocabulary, N rows of one path.
+Letters: C known rows, D width, K draft vocabulary, F width of features, N rows of one path.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def tree(
     config: Mapping[str, Any],
     embedding: Tensor,  # [V, D] of the target
     ids: Sequence[int],  # known tokens, the anchor last
-    features: Tensor,  # [C, 3 D] of all positions before the anchor
+    features: Tensor,  # [C, F] of all positions before the anchor
     depth: int,
     top_k: int,
     n_tokens: int,

@@ -87,6 +87,16 @@ def test_training_continues_from_a_head(trained: tuple[Path, list[float]], tmp_p
     again = performed(distill.run, "distill", *given)
     name = "model.safetensors"
     assert (again / name).read_bytes() == (trained[0] / name).read_bytes()
+    config = json.loads((trained[0] / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2, 1, 0]
+    config["eagle_aux_hidden_state_layer_ids"] = [3, 2, 1]
+    shutil.copytree(trained[0], tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    other = [*given, f"training.init={tmp_path / 'other'}", "training.steps=1", "run_id=other"]
+    made = performed(distill.run, "distill", *other)
+    assert json.loads((made / "config.json").read_text()) == config
+    answered = json.loads((made.parent / "responses/distill/local/settings.json").read_text())
+    assert answered["feature_layers"] == [2, 1, 0], "it learns by what it reads"
     with pytest.raises(UserError, match=r"it can say \d+ tokens, .*draft_vocabulary=2 asks"):
         performed(distill.run, "distill", *given, "new_drafter.draft_vocabulary=2")
     shutil.copytree(trained[0], tmp_path / "own")
@@ -149,7 +159,7 @@ def test_the_walk_over_stored_answers_gives_the_loops_tau(
     write_responses(target, batch, tmp_path, 0, settings)
     corpus = Corpus([shard_file(tmp_path, 0)])
     student = Eagle3Student(head, target, None, 5)  # type: ignore[arg-type]
-    monkeypatch.setattr("blockpilot.drafters.eagle3.load_head", lambda checkpoint, target: head)
+    monkeypatch.setattr("blockpilot.drafters.eagle3.load_head", lambda *given: head)
     method = student.method(tmp_path)
     method.bind(target)
     walked, decoded = [], []

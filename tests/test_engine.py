@@ -16,7 +16,6 @@ from blockpilot.decoding import engine
 from blockpilot.decoding.engine import CompiledTarget, StaticCache
 from blockpilot.decoding.loop import decode
 from blockpilot.decoding.target import Target
-from blockpilot.errors import UserError
 from blockpilot.sweeping import decoded
 from blockpilot.sweeping.decoded import DecodedSweep
 
@@ -95,11 +94,6 @@ def test_compact_keeps_the_chosen_positions() -> None:
         assert torch.equal(layer.keys[:, :, :5], keys)
         assert layer.cumulative_length == 5
     assert isinstance(cache, StaticCache)
-
-
-def test_features_of_the_last_layer_are_refused() -> None:
-    with pytest.raises(UserError, match=r"reads the last layer \(3\) needs engine=eager"):
-        CompiledTarget(tiny_target()).capture((1, 3))
 
 
 def test_no_row_holds_the_seconds_of_a_compilation(

@@ -24,7 +24,7 @@ ROWS = {
 }
 # Beside row 3: each plug-in imports rows 0 and 2, its own *_net.py and what its kind shares.
 PLUGINS = ("drafters", "verify", "policies")
-SHARED = ("drafters.checkpoints", "drafters.layers")
+SHARED = ("drafters.checkpoints", "drafters.layers", "drafters.published")
 
 
 def name_of(path: Path) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from blockpilot.decoding.replay import slot_labels
 from blockpilot.decoding.target import LogitShape
 from blockpilot.drafters.dflash import new_config
 from blockpilot.drafters.dflash_net import DFlashNetwork
+from blockpilot.errors import UserError
 from blockpilot.training.blocks import (
     decay_weights,
     dpace_weights,
     sample_anchors,
+    unused_id,
 )
 from blockpilot.training.losses import CandidateHead, cross_entropies, soft_targets
 
@@ -92,6 +96,19 @@ def test_dpace_is_the_gradient_of_the_expected_accepted_length() -> None:
     weights = dpace_weights(log_q.exp(), known_prefixes(lengths, 5), smoothing=0.0)
     torch.testing.assert_close(weights, gradient)
     assert not weights.requires_grad
+
+
+def test_a_mask_is_an_id_that_no_token_has() -> None:
+    """Added tokens may leave a gap, so that the number of tokens is one of their ids."""
+    vocabulary = {"a": 0, "b": 1, "<added>": 3}
+    tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary)
+    target: Any = SimpleNamespace(name="t", tokenizer=tokenizer, embed_rows=5)
+    assert unused_id(target) == 2
+    vocabulary["c"] = 2
+    assert unused_id(target) == 4
+    target.embed_rows = 4
+    with pytest.raises(UserError, match="t has no embedding row past its tokenizer's 4 entries"):
+        unused_id(target)
 
 
 def network_of(target_layers: int = 1) -> DFlashNetwork:

@@ -20,7 +20,6 @@ from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.features import untap
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Branches, Forward
-from blockpilot.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +78,6 @@ class CompiledTarget(Target):
 
     def capture(self, layer_ids: Sequence[int]) -> None:
         """From now on `forward` returns the concatenated outputs of these layers."""
-        if layer_ids and max(layer_ids) == len(self.layers) - 1:
-            raise UserError(
-                f"engine=compiled: a drafter that reads the last layer ({max(layer_ids)}) needs "
-                "engine=eager, the compiled model hands it over normed"
-            )
         untap(self.layers)  # an eager wrapper's hooks would be traced, again at every step
         self._layer_ids = tuple(layer_ids)
 

@@ -6,8 +6,9 @@ package.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.errors import UserError
 from blockpilot.hub import folder_of
+from blockpilot.provenance import digest
 
 _BUNDLED = "bundled:"
 
@@ -58,7 +60,8 @@ def checkpoint_folder(checkpoint: str, *, pickles: bool = False) -> Path:
 
 
 def fill_network(network: nn.Module, weights: Mapping[str, Tensor], checkpoint: str) -> None:
-    """Load tensors that have to be exactly the network's (UserError naming the first that is not).
+    """Load tensors that have to be exactly the network's, and finite (UserError naming the first
+    that is not).
 
     The network is float32 afterwards.
     """
@@ -71,6 +74,8 @@ def fill_network(network: nn.Module, weights: Mapping[str, Tensor], checkpoint: 
                 f"drafter {checkpoint}: tensor {key} has shape {list(weights[key].shape)}, "
                 f"its config.json means {list(tensor.shape)}"
             )
+        if tensor.is_floating_point() and not weights[key].isfinite().all():
+            raise UserError(f"drafter {checkpoint}: tensor {key} holds values that are not finite")
     if unknown := sorted(set(weights) - set(wanted)):
         raise UserError(f"drafter {checkpoint}: unknown tensor {unknown[0]}")
     network.load_state_dict(dict(weights))
@@ -86,6 +91,15 @@ def settle(network: nn.Module, target: TargetModel) -> None:
     network.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
     rotary: Any = network.rotary
     network.rotary = type(rotary)(rotary.config).to(target.device)
+
+
+def fingerprint_of(
+    checkpoint: str, network: nn.Module, config: Mapping[str, Any], ignored: Sequence[str]
+) -> str:
+    """What decides a drafter's proposals, in one line: weights, published config, ignored keys."""
+    parts = digest(network) + json.dumps(config, sort_keys=True)
+    found = f"{checkpoint}@{hashlib.sha256(parts.encode()).hexdigest()[:12]}"
+    return f"{found},ignore_keys={'+'.join(sorted(ignored))}" if ignored else found
 
 
 def size_of(network: nn.Module) -> str:

@@ -7,6 +7,7 @@ d head width.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
 from blockpilot.drafters.checkpoints import (
     fill_network,
+    fingerprint_of,
     read_checkpoint,
     save_checkpoint,
     settle,
@@ -26,8 +28,8 @@ from blockpilot.drafters.checkpoints import (
 )
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
 from blockpilot.drafters.layers import new_shape
+from blockpilot.drafters.published import ConfigReader
 from blockpilot.errors import UserError
-from blockpilot.provenance import digest
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +41,16 @@ class DFlashDrafter:
 
     `checkpoint` is a hub repository, a folder, `bundled:<name>` for weights shipped with the
     package, or `random` for a network of the published shape with random weights (offline tests).
-    Drafts are greedy at every temperature.
+    `ignore_keys` are keys of its config.json that are read past at the user's risk, nested ones
+    with a dot. Drafts are greedy at every temperature.
     """
 
     name = "dflash"
     replayable = True
     has_marginals = True
 
-    def __init__(self, *, checkpoint: str | None) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, *, checkpoint: str | None, ignore_keys: Sequence[str]) -> None:
+        self.checkpoint, self.ignore_keys = checkpoint, ignore_keys
         self.fingerprint: str | None = None
         self.shape: str | None = None
         self.trained_block_size: int | None = None
@@ -67,8 +70,11 @@ class DFlashDrafter:
                 "or train one with python -m blockpilot.distill"
             )
         if self.network is None:
-            self.network = load_network(self.checkpoint, target)
-            self.fingerprint = f"{self.checkpoint}@{digest(self.network)}"
+            self.network = load_network(self.checkpoint, target, self.ignore_keys)
+            published = self.network.config.published()
+            self.fingerprint = fingerprint_of(
+                self.checkpoint, self.network, published, self.ignore_keys
+            )
             self.shape = size_of(self.network)
         config = self.network.config
         check_fits(config, target, self.checkpoint)
@@ -175,15 +181,19 @@ class BlockProposals:
         return self.target.logits(self.hidden[rows, slot])
 
 
-def load_network(checkpoint: str, target: TargetModel) -> DFlashNetwork:
+def load_network(
+    checkpoint: str, target: TargetModel, ignore_keys: Sequence[str] = ()
+) -> DFlashNetwork:
     """The network of a checkpoint in the published form, in float32.
 
-    Raises UserError when it is missing, unreachable, incomplete or of other shapes.
+    Raises UserError when it is missing, unreachable, incomplete, of other shapes or says in a key
+    outside `ignore_keys` what is not built.
     """
     if checkpoint == "random":
+        ConfigReader({}, checkpoint, ignore_keys)
         return random_network(target)
     raw, weights = read_checkpoint(checkpoint)
-    config = DFlashConfig.parse(raw, checkpoint)
+    config = DFlashConfig.parse(raw, checkpoint, ignore_keys)
     check_fits(config, target, checkpoint)
     network = DFlashNetwork(config)
     fill_network(network, weights, checkpoint)
@@ -222,6 +232,10 @@ def new_config(
     """A drafter as wide as its target, reading `n_target_layers` evenly spaced layers."""
     theirs: Any = target.config
     depth = theirs.num_hidden_layers
+    if depth < 2:
+        raise UserError(
+            f"a DFlash drafter reads layers before the last one; {target.name} has only 1 layer"
+        )
     room = max(1, depth - 3)
     if n_target_layers > room:
         raise UserError(

@@ -10,7 +10,7 @@ read, H query heads, G key/value heads, d head width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from blockpilot.drafters.layers import SwiGLU, merged, packed_attention, rotate, split_heads
-from blockpilot.errors import UserError
+from blockpilot.drafters.published import ConfigReader, check_layers
 
 _SHAPE_KEYS = (
     "hidden_size",
@@ -29,7 +29,25 @@ _SHAPE_KEYS = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-_NUMBERS = (*_SHAPE_KEYS, "vocab_size", "num_target_layers", "block_size", "mask_token_id")
+_NUMBERS = (*_SHAPE_KEYS, "vocab_size", "num_target_layers")
+_OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids")  # nested, in old files at the top
+
+# What relatives of the network do otherwise, with the values at which they do the same.
+_BUILT: dict[str, tuple[Any, ...]] = {
+    "is_causal": (False,),
+    "causal": (False,),
+    "causal_head": (False,),
+    "use_swa": (False,),
+    "swa_window_size": (),
+    "attention_sink_bias": (False,),
+    "input_embedding_scale": (1,),
+    "output_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "sample_from_anchor": (False,),
+    "shift_label": (False,),
+    "markov_rank": (0,),
+    "projector_type": (),
+}
 
 
 @dataclass(frozen=True)
@@ -43,27 +61,35 @@ class DFlashConfig:
     num_target_layers: int
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], where: str) -> DFlashConfig:
+    def parse(cls, raw: Mapping[str, Any], where: str, ignored: Sequence[str] = ()) -> DFlashConfig:
         """From a published config.json: nested `dflash_config`, older `draft_config`, or flat.
 
-        Raises UserError with the key that is missing or out of range.
+        `ignored` are keys that count as absent. Raises UserError with the key that is missing, out
+        of range, or of a network that is not built.
         """
-        nested = raw.get("dflash_config") or raw.get("draft_config") or {}
-        own = {**raw, **nested}
-        _check_values(own, where)
-        ids, depth = tuple(own["target_layer_ids"]), own["num_target_layers"]
-        if not ids or any(b <= a for a, b in itertools.pairwise(ids)):
-            raise UserError(f"drafter {where}: target_layer_ids={list(ids)} must be increasing")
-        if ids[0] < 0 or ids[-1] >= depth:
-            raise UserError(
-                f"drafter {where}: target_layer_ids={list(ids)} out of range, "
-                f"allowed are 0..{depth - 1} (num_target_layers={depth})"
-            )
-        if own["block_size"] < 2:
-            raise UserError(f"drafter {where}: block_size={own['block_size']}, allowed are >= 2")
-        shape = {k: v for k, v in raw.items() if k not in ("dflash_config", "draft_config")}
-        shape.pop("architectures", None)
-        return cls(Qwen3Config(**shape), own["block_size"], own["mask_token_id"], ids, depth)
+        reader = ConfigReader(raw, where, ignored)
+        reader.expect("architectures", ["DFlashDraftModel"])  # DeepSpec's is marked by nothing else
+        reader.expect("model_type", "qwen3")
+        own = {key: reader.take(*_places(key)) for key in _OWN_KEYS}
+        for key, built in _BUILT.items():
+            reader.expect(_places(key), *built)
+        keys = (*_NUMBERS, "head_dim", "rms_norm_eps", "max_position_embeddings")
+        shape = {key: reader.take(key) for key in keys}
+        shape["rope_parameters"] = reader.rope()
+        reader.window(shape["num_hidden_layers"])
+        reader.refuse_unread()
+        reader.whole(shape, _NUMBERS, least=1)
+        reader.whole(own, ["block_size"], least=2)
+        reader.whole(own, ["mask_token_id"], least=None)  # the target's rows bound it
+        if "rope_theta" not in shape["rope_parameters"]:
+            reader.refuse("config.json lacks the key rope_theta")
+        depth = shape.pop("num_target_layers")
+        ids = reader.layer_ids("target_layer_ids", own["target_layer_ids"])
+        if any(b <= a for a, b in itertools.pairwise(ids)):
+            reader.refuse(f"target_layer_ids={list(ids)} must be increasing")
+        check_layers(ids, depth, where)
+        layers = Qwen3Config(**reader.layer_shape(shape))
+        return cls(layers, own["block_size"], own["mask_token_id"], ids, depth)
 
     def published(self) -> dict[str, Any]:
         """The config.json of the published form."""
@@ -88,30 +114,14 @@ class DFlashConfig:
         }
 
 
-def _check_values(own: Mapping[str, Any], where: str) -> None:
-    """Every key is there and of its type, and the layers are of the kind built here (UserError)."""
-    rope = own.get("rope_parameters") or {}
-    own = {**own, "rope_theta": own.get("rope_theta") or rope.get("rope_theta")}
-    for key in (*_NUMBERS, "target_layer_ids", "rope_theta"):
-        if own.get(key) is None:
-            raise UserError(f"drafter {where}: config.json lacks the key {key}")
-    for key in _NUMBERS:
-        if not isinstance(own[key], int):
-            raise UserError(f"drafter {where}: {key}={own[key]} must be an integer")
-    ids = own["target_layer_ids"]
-    if not isinstance(ids, list | tuple) or not all(isinstance(i, int) for i in ids):
-        raise UserError(f"drafter {where}: target_layer_ids={ids} must be a list of integers")
-    for key, built in (("hidden_act", "silu"), ("layer_types", "full_attention")):
-        found = own.get(key) or built
-        for value in [found] if isinstance(found, str) else found:
-            if value != built:
-                raise UserError(f"drafter {where}: {key}={value}, only {built} is supported")
+def _places(key: str) -> tuple[str, ...]:
+    return f"dflash_config.{key}", f"draft_config.{key}", key
 
 
 def default_layer_ids(num_target_layers: int, n: int) -> tuple[int, ...]:
-    """n target layers evenly spaced from 1 to L - 3; the middle one for n = 1 (methods.md, 1)."""
+    """n target layers evenly spaced from 1 to L - 3; for n = 1 the middle one, never the last."""
     if n == 1:
-        return (num_target_layers // 2,)
+        return (min(num_target_layers // 2, num_target_layers - 2),)
     step = (num_target_layers - 4) / (n - 1)
     return tuple(round(1 + i * step) for i in range(n))
 

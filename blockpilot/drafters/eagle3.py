@@ -8,6 +8,7 @@ Letters: n rows of one pass, k tokens kept per level, D width, K draft vocabular
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,11 +19,17 @@ from transformers import LlamaConfig
 
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
-from blockpilot.drafters.checkpoints import fill_network, read_checkpoint, settle, size_of
+from blockpilot.drafters.checkpoints import (
+    fill_network,
+    fingerprint_of,
+    read_checkpoint,
+    settle,
+    size_of,
+)
 from blockpilot.drafters.eagle3_net import Eagle3Config, Eagle3Network, default_layers
 from blockpilot.drafters.layers import new_shape
+from blockpilot.drafters.published import ConfigReader, check_layers
 from blockpilot.errors import UserError
-from blockpilot.provenance import digest
 
 _RENAMED = "layers.0."  # what some converters call midlayer
 _MIDLAYER = "midlayer."
@@ -44,13 +51,23 @@ class Eagle3Drafter:
     `checkpoint` is a hub repository, a folder, `bundled:<name>`, or `random`. A cycle of b slots
     proposes the best b - 1 tokens of a tree that `depth` further passes grow, each keeping the
     `top_k` best; `top_k` 1 is a chain. `block_size` is the size for a policy without one.
+    `ignore_keys` are keys of its config.json that are read past at the user's risk, nested ones
+    with a dot.
     """
 
     name = "eagle3"
     replayable = False  # a tree of its own at every anchor: it is decoded
     has_marginals = False
 
-    def __init__(self, *, checkpoint: str | None, depth: int, top_k: int, block_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        checkpoint: str | None,
+        ignore_keys: Sequence[str],
+        depth: int,
+        top_k: int,
+        block_size: int,
+    ) -> None:
         for key, value, least in (
             ("depth", depth, 0),
             ("top_k", top_k, 1),
@@ -58,7 +75,8 @@ class Eagle3Drafter:
         ):
             if value < least:
                 raise UserError(f"drafter.{key}={value}: allowed are numbers >= {least}")
-        self.checkpoint, self.depth, self.top_k = checkpoint, depth, top_k
+        self.checkpoint, self.ignore_keys = checkpoint, ignore_keys
+        self.depth, self.top_k = depth, top_k
         self.fingerprint: str | None = None
         self.shape: str | None = None
         self.trained_block_size: int | None = block_size
@@ -73,13 +91,15 @@ class Eagle3Drafter:
                 "train one with python -m blockpilot.distill drafter=eagle3"
             )
         if self.network is None:
-            self.network = load_head(self.checkpoint, target)
+            self.network = load_head(self.checkpoint, target, self.ignore_keys)
             tree = f"depth={self.depth},top_k={self.top_k}"
-            self.fingerprint = f"{self.checkpoint}@{digest(self.network)},{tree}"
+            published = self.network.config.published()
+            head = fingerprint_of(self.checkpoint, self.network, published, self.ignore_keys)
+            self.fingerprint = f"{head},{tree}"
             self.shape = f"{size_of(self.network)}, {tree}"
         check_head(self.network.config, target, self.checkpoint)
         settle(self.network, target)
-        self.feature_layers = default_layers(target.config.num_hidden_layers)
+        self.feature_layers = self.network.config.target_layer_ids
         self._embed: Any = self.network.embed_tokens if self.network.config.embeds else target.embed
 
     def start(self, view: View, capacity: int) -> None:
@@ -191,12 +211,16 @@ class Eagle3Drafter:
         return layer.finish(features, attended[0])
 
 
-def load_head(checkpoint: str, target: TargetModel) -> Eagle3Network:
+def load_head(
+    checkpoint: str, target: TargetModel, ignore_keys: Sequence[str] = ()
+) -> Eagle3Network:
     """The network of a published head, in float32.
 
-    Raises UserError when it is missing, unreachable, incomplete or of another target.
+    Raises UserError when it is missing, unreachable, incomplete, of another target or says in a key
+    outside `ignore_keys` what is not built.
     """
     if checkpoint == "random":
+        ConfigReader({}, checkpoint, ignore_keys)
         return random_head(target)
     raw, weights = read_checkpoint(checkpoint, pickles=True)
     weights = {
@@ -204,7 +228,8 @@ def load_head(checkpoint: str, target: TargetModel) -> Eagle3Network:
         for key, tensor in weights.items()
         if not key.endswith(_NOT_OURS)
     }
-    config = Eagle3Config.parse(raw, weights, checkpoint)
+    depth = target.config.num_hidden_layers
+    config = Eagle3Config.parse(raw, weights, checkpoint, depth, ignore_keys)
     check_head(config, target, checkpoint)
     rows, size = config.draft_vocab_size, config.layer.vocab_size
     if "d2t" not in weights and rows == size:  # the whole vocabulary
@@ -220,29 +245,20 @@ def load_head(checkpoint: str, target: TargetModel) -> Eagle3Network:
     return network
 
 
-def check_depth(target: TargetModel, where: str) -> None:
-    """Refuse a target that is too shallow for the layers that a head reads (UserError)."""
-    depth = target.config.num_hidden_layers
-    if depth < 4:
-        raise UserError(
-            f"drafter {where}: a target of {depth} layers has no three for EAGLE-3 to read; "
-            "it takes 4"
-        )
-
-
 def check_head(config: Eagle3Config, target: TargetModel, where: str) -> None:
     """Refuse a head of another target by the first mismatch (UserError)."""
-    theirs = target.config
-    check_depth(target, where)
+    theirs, ids = target.config, config.target_layer_ids
+    check_layers(ids, theirs.num_hidden_layers, where)
     if config.layer.vocab_size != theirs.vocab_size:
         raise UserError(
             f"drafter {where}: vocab_size={config.layer.vocab_size}, the target has "
             f"{theirs.vocab_size}; it was trained for another target"
         )
-    if config.feature_width != 3 * theirs.hidden_size:
+    if config.feature_width != len(ids) * theirs.hidden_size:
         raise UserError(
-            f"drafter {where}: fc reads {config.feature_width} features, the target has 3 x "
-            f"{theirs.hidden_size}; it was trained for another target"
+            f"drafter {where}: fc reads {config.feature_width} features, {len(ids)} target layers "
+            f"{list(ids)} have {len(ids)} x {theirs.hidden_size}; it was trained for other layers "
+            "or another target"
         )
     if not config.embeds and config.layer.hidden_size != theirs.hidden_size:
         raise UserError(
@@ -255,7 +271,9 @@ def new_head(target: TargetModel, vocabulary: Tensor) -> Eagle3Network:
     """A head as wide as its target with random weights, over target ids [K] in increasing order."""
     theirs: Any = target.config
     layer = LlamaConfig(**new_shape(theirs), num_hidden_layers=1)
-    config = Eagle3Config(layer, len(vocabulary), 3 * theirs["hidden_size"], embeds=False)
+    ids = default_layers(theirs.num_hidden_layers, "new")
+    width = len(ids) * theirs.hidden_size
+    config = Eagle3Config(layer, len(vocabulary), width, embeds=False, target_layer_ids=ids)
     check_head(config, target, "new")
     network = Eagle3Network(config)
     network.choose_vocabulary(vocabulary)

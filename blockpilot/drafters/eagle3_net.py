@@ -4,12 +4,14 @@ It carries the published tensor names, so published heads load as they are and t
 saved in the same form (code of SafeAILab/EAGLE; methods of arXiv 2503.01840).
 
 Letters: T rows, D width of the head, H query heads, G key/value heads, d head width, V vocabulary
-rows of the target, K of the draft vocabulary, C context rows, A anchors, S steps.
+rows of the target, K of the draft vocabulary, F width of the target's features, C context rows,
+A anchors, S steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from blockpilot.drafters.layers import SwiGLU, merged, packed_attention, rotate, split_heads
+from blockpilot.drafters.published import ConfigReader, check_layers
 from blockpilot.errors import UserError
+
+log = logging.getLogger(__name__)
 
 _NUMBERS = (
     "hidden_size",
@@ -28,81 +33,105 @@ _NUMBERS = (
     "num_key_value_heads",
     "vocab_size",
 )
-# Later relatives of the network, which would load and propose nonsense.
-_VARIANTS = (
-    "attention_bias",
-    "norm_before_residual",
-    "norm_before_fc",
-    "norm_output",
-    "fc_norm",
-    "parallel_drafting",
-)
+# What relatives of the network do otherwise, with the values at which they do the same. Trainers
+# mean different things by norm_output, so it is refused at every value.
+_BUILT: dict[str, tuple[Any, ...]] = {
+    "architectures": (["LlamaForCausalLMEagle3"], ["LlamaForCausalLM"]),
+    "model_type": ("llama",),
+    "num_hidden_layers": (1,),
+    "norm_before_residual": (False,),
+    "norm_before_fc": (False,),
+    "fc_norm": (False,),
+    "use_aux_norm": (False,),
+    "parallel_drafting": (False,),
+    "eagle_config.use_aux_hidden_state": (True,),
+}
+_NESTED = "eagle_config.eagle_aux_hidden_state_layer_ids"  # of layers
+_TOP = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")  # of what enters them
 
 
 @dataclass(frozen=True)
 class Eagle3Config:
     """The shape of a head.
 
-    `feature_width` is that of the concatenated target features. `embeds` says that the head has an
-    embedding of its own; the target's serves otherwise.
+    `target_layer_ids` are the target layers whose outputs it reads, in the order of their places
+    in `feature_width`, which is that of the concatenated features. `embeds` says that the head has
+    an embedding of its own; the target's serves otherwise.
     """
 
     layer: LlamaConfig
     draft_vocab_size: int
     feature_width: int
     embeds: bool
+    target_layer_ids: tuple[int, ...]
 
     @classmethod
     def parse(
-        cls, raw: Mapping[str, Any], weights: Mapping[str, Tensor], where: str
+        cls,
+        raw: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        where: str,
+        depth: int,
+        ignored: Sequence[str] = (),
     ) -> Eagle3Config:
         """From a published config.json; what it does not say reliably is read off the weights.
 
-        Raises UserError with the key or the tensor that is missing or wrong.
+        `depth` is the target's number of layers, `ignored` are keys that count as absent. Raises
+        UserError with the key or the tensor that is missing, wrong or of a head that is not built.
         """
-        for key in _NUMBERS:
-            if not isinstance(raw.get(key), int):
-                raise UserError(f"drafter {where}: {key}={raw.get(key)} must be an integer")
+        reader = ConfigReader(raw, where, ignored)
+        for key, built in _BUILT.items():
+            reader.expect(key, *built)
+        keys = (*_NUMBERS, "rms_norm_eps", "max_position_embeddings")
+        shape = {key: reader.take(key) for key in keys}
+        shape["rope_parameters"] = reader.rope()
+        reader.window(1)
+        # hidden_size / heads in some configs, while the weights were trained with another.
+        reader.take("head_dim")
+        declared = reader.take("draft_vocab_size", "truncated_vocab_size")
+        named = _named_layers(reader)
+        reader.refuse_unread()
+        reader.whole(shape, _NUMBERS, least=1)
         for key in ("fc.weight", "lm_head.weight", "midlayer.self_attn.q_proj.weight"):
             if key not in weights:
-                raise UserError(f"drafter {where}: tensor {key} is missing")
-        if raw.get("num_hidden_layers", 1) != 1:
-            raise UserError(
-                f"drafter {where}: num_hidden_layers={raw['num_hidden_layers']}, an EAGLE-3 head "
-                "has 1"
-            )
-        for key in _VARIANTS:
-            if raw.get(key):
-                raise UserError(f"drafter {where}: {key}={raw[key]}, only heads without are built")
-        if (raw.get("hidden_act") or "silu") != "silu":
-            raise UserError(f"drafter {where}: hidden_act={raw['hidden_act']}, only silu is built")
-        # hidden_size / heads in some configs, while the weights were trained with another.
-        rows = weights["midlayer.self_attn.q_proj.weight"].shape[0]
-        keep = (*_NUMBERS, "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters")
-        shape = {key: raw[key] for key in keep if raw.get(key) is not None}
-        layer = LlamaConfig(
-            **shape,
-            head_dim=rows // raw["num_attention_heads"],
-            max_position_embeddings=raw.get("max_position_embeddings") or 2048,
-            num_hidden_layers=1,
-        )
+                reader.refuse(f"tensor {key} is missing")
+            if weights[key].dim() != 2:
+                reader.refuse(f"tensor {key} has shape {list(weights[key].shape)}, a matrix is due")
+        rows = weights["lm_head.weight"].shape[0]
+        if declared not in (None, rows):
+            reader.refuse(f"draft_vocab_size={declared}, but lm_head.weight has {rows} rows")
+        if not named:
+            named = default_layers(depth, where)
+            told = ", ".join(map(str, named))
+            log.warning("%s names no target layers: it is taken to read %s", where, told)
+        check_layers(named, depth, where)
+        heads = shape["num_attention_heads"]
+        shape["head_dim"] = weights["midlayer.self_attn.q_proj.weight"].shape[0] // heads
         return cls(
-            layer,
-            draft_vocab_size=weights["lm_head.weight"].shape[0],
+            LlamaConfig(**reader.layer_shape(shape), num_hidden_layers=1),
+            draft_vocab_size=rows,
             feature_width=weights["fc.weight"].shape[1],
             embeds="embed_tokens.weight" in weights,
+            target_layer_ids=named,
         )
 
     def published(self) -> dict[str, Any]:
         """The config.json of the published form."""
         layer = self.layer.to_dict()
         keep = (*_NUMBERS, "head_dim", "rms_norm_eps", "max_position_embeddings")
+        ids = list(self.target_layer_ids)
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             **{key: layer[key] for key in keep},
             "num_hidden_layers": 1,
             "draft_vocab_size": self.draft_vocab_size,
+            # Engines read the one or the other.
+            "eagle_aux_hidden_state_layer_ids": [i + 1 for i in ids],
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": ids,
+            },
             "hidden_act": "silu",
             "attention_bias": False,
             "tie_word_embeddings": False,
@@ -112,8 +141,32 @@ class Eagle3Config:
         }
 
 
-def default_layers(num_target_layers: int) -> tuple[int, ...]:
-    """Target layers whose outputs enter layers 2, L // 2 and L - 3."""
+def _named_layers(reader: ConfigReader) -> tuple[int, ...]:
+    """Target layers that a config.json names in one way or several that agree; () for none."""
+    found: dict[str, tuple[int, ...]] = {}
+    for key in (_NESTED, *_TOP):
+        value = reader.take(key)
+        if value is not None:
+            ids = reader.layer_ids(key, value)
+            if key != _NESTED and min(ids) == 0:
+                reader.refuse(f"{key}={value}: 0 is the embeddings, not built; allowed are >= 1")
+            found[key] = ids if key == _NESTED else tuple(i - 1 for i in ids)
+    if len(set(found.values())) > 1:
+        told = ", ".join(f"{key} means layers {list(ids)}" for key, ids in found.items())
+        reader.refuse(f"{told}: make them agree")
+    return next(iter(found.values()), ())
+
+
+def default_layers(num_target_layers: int, where: str) -> tuple[int, ...]:
+    """Target layers whose outputs enter layers 2, L // 2 and L - 3, what heads read usually.
+
+    Raises UserError for a target that is too shallow for it.
+    """
+    if num_target_layers < 4:
+        raise UserError(
+            f"drafter {where}: a target of {num_target_layers} layers has no three for EAGLE-3 to "
+            "read; it takes 4"
+        )
     return (1, num_target_layers // 2 - 1, num_target_layers - 4)
 
 
@@ -203,7 +256,7 @@ class Eagle3Network(nn.Module):
 
     def forward(
         self,
-        features: Tensor,  # [C, 3 D] of the target
+        features: Tensor,  # [C, F] of the target
         embeddings: Tensor,  # [C, D] of the tokens after them
         anchors: Tensor,  # [A] absolute positions, increasing, at most C
         read: Tensor,  # [A, S, D] embeddings of the tokens from each anchor on

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
-_STATIC = ("default", "linear", "llama3", "yarn")  # kinds whose angles never change
+from blockpilot.drafters.published import static_rope
+
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
 class SwiGLU(nn.Module):
@@ -77,7 +79,7 @@ def new_shape(target: Any) -> dict[str, Any]:
         "num_key_value_heads": _one(target, "num_key_value_heads") or heads,
         "head_dim": _one(target, "head_dim") or width // heads,
         "rms_norm_eps": _one(target, "rms_norm_eps") or 1e-6,
-        "rope_parameters": _new_rope(target),
+        "rope_parameters": static_rope(_one(target, "rope_parameters")) or _PLAIN_ROPE,
         "max_position_embeddings": _one(target, "max_position_embeddings") or 1 << 20,
         "vocab_size": target.vocab_size,
     }
@@ -89,17 +91,3 @@ def _one(target: Any, name: str) -> Any:
         return getattr(target, name, None)
     except RuntimeError:
         return None
-
-
-def _new_rope(target: Any) -> dict[str, Any]:
-    """Its target's rotary parameters, where they suit heads of any kind.
-
-    Angles per kind of layer, of a part of a head or that change with the length become plain ones
-    of the same base; a target without rotary positions gives none.
-    """
-    told = getattr(target, "rope_parameters", None) or {}
-    nested = [each for each in told.values() if isinstance(each, dict)]
-    base = told.get("rope_theta") or next((each.get("rope_theta") for each in nested), None)
-    if base and told.get("rope_type") in _STATIC and "partial_rotary_factor" not in told:
-        return dict(told)
-    return {"rope_type": "default", "rope_theta": base or 10_000.0}

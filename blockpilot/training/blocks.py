@@ -1,4 +1,4 @@
-"""What one training step of a block drafter is made of: anchors, labels, slot weights.
+"""What one training step of a block drafter is made of: anchors, slot weights, the mask's id.
 
 Letters: A anchors of one sequence, S = B - 1 predicted slots of a block of size B, T tokens of the
 sequence, prompt included.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from blockpilot.decoding.target import Target
+from blockpilot.errors import UserError
 
 
 def sample_anchors(
@@ -38,3 +41,19 @@ def dpace_weights(label_probability: Tensor, known: Tensor, smoothing: float = 0
     smoothed = (1 - smoothing) * label_probability.detach() + smoothing
     reach = smoothed.cumprod(dim=-1) * known
     return reach.flip(-1).cumsum(-1).flip(-1) * known
+
+
+def unused_id(target: Target) -> int:
+    """The first row of the target's embedding that is no token's, fit for a mask.
+
+    Looked up by id: where added tokens leave gaps, the number of tokens is the id of one. Raises
+    UserError where every row is taken.
+    """
+    used = set(target.tokenizer.get_vocab().values())
+    for token_id in range(target.embed_rows):
+        if token_id not in used:
+            return token_id
+    raise UserError(
+        f"new_drafter.mask_token_id: {target.name} has no embedding row past its tokenizer's "
+        f"{len(used)} entries; name a token that never occurs in text"
+    )

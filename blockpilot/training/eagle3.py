@@ -20,7 +20,7 @@ from blockpilot.decoding.target import Target
 from blockpilot.devices import has_16_bit_products
 from blockpilot.drafters.checkpoints import save_checkpoint
 from blockpilot.drafters.eagle3 import Eagle3Drafter
-from blockpilot.drafters.eagle3_net import Eagle3Network, default_layers
+from blockpilot.drafters.eagle3_net import Eagle3Network
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.training.blocks import sample_anchors
 from blockpilot.training.corpus import Example
@@ -40,7 +40,7 @@ class Eagle3Student:
     ) -> None:
         self.network, self.target, self.settings = network, target, settings
         self.block_size = block_size
-        self.feature_layers = default_layers(target.config.num_hidden_layers)
+        self.feature_layers = network.config.target_layer_ids
         ids = network.target_ids(torch.arange(len(network.d2t), device=network.d2t.device))
         head = target.head_rows.to(input_dtype(target))
         place = torch.zeros(head.shape[0], dtype=torch.int64, device=head.device)
@@ -130,6 +130,7 @@ class Eagle3Student:
         """A chain as long as the unrolled steps."""
         drafter = Eagle3Drafter(
             checkpoint=str(folder),
+            ignore_keys=[],
             depth=self.block_size - 2,
             top_k=1,
             block_size=self.block_size,

@@ -1,0 +1,211 @@
+"""config.json of published drafters, as test inputs, and how to shrink them to a tiny target."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from decoding_kit import VOCAB
+
+Raw = dict[str, Any]
+MASK = VOCAB - 1
+WEIGHTS = Path(__file__).parents[1] / "blockpilot" / "drafters" / "weights"
+
+QWEN3_8B: Raw = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LAYERS = [1, 9, 17, 25, 33]
+OWN: Raw = {"mask_token_id": 151669, "target_layer_ids": LAYERS}
+SIZES: Raw = {
+    "block_size": 5,
+    "head_dim": 8,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "layer_types": ["full_attention"] * 2,
+    "mask_token_id": MASK,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_target_layers": 4,
+    "target_layer_ids": [0, 2],
+    "vocab_size": VOCAB,
+}
+
+
+def dflash(own: Raw | None = None, **more: Any) -> Raw:
+    """The form of z-lab, with more keys in `dflash_config` and at the top."""
+    top: Raw = {"architectures": ["DFlashDraftModel"], "block_size": 16}
+    return copy.deepcopy(QWEN3_8B | top | {"dflash_config": OWN | (own or {})} | more)
+
+
+def without(raw: Raw, *keys: str) -> Raw:
+    return {key: value for key, value in raw.items() if key not in keys}
+
+
+def shipped(name: str) -> Raw:
+    raw: Raw = json.loads((WEIGHTS / name / "config.json").read_text())
+    return raw
+
+
+ROPE = {"rope_theta": 1000000.0, "rope_type": "default"}
+READ = {
+    "z-lab": dflash(auto_map={"AutoModel": "dflash.DFlashDraftModel"}),
+    "z-lab, block size nested": without(
+        dflash({"block_size": 16}, rope_parameters=ROPE), "block_size", "rope_theta", "rope_scaling"
+    ),
+    "neutral keys": dflash(
+        {"causal_head": False, "input_embedding_scale": 1.0, "final_logit_softcapping": None},
+        is_causal=False,
+    ),
+    "shipped": shipped("smollm2-135m-dflash-b8"),
+}
+SPARK = {
+    "confidence_head_with_markov": True,
+    "enable_confidence_head": True,
+    "markov_head_type": "vanilla",
+    "markov_rank": 256,
+    "num_anchors": 512,
+}
+SLIDING = {
+    "layer_types": ["sliding_attention"] * 5,
+    "sliding_window": 2048,
+    "use_sliding_window": True,
+}
+# With the key that says so.
+NOT_BUILT: dict[str, tuple[Raw, str]] = {
+    "DFlash2": (
+        dflash(
+            {
+                "block_size": 16,
+                "conv_group_size": 16,
+                "conv_kernel_size": 2,
+                "final_logit_softcapping": 20.0,
+                "output_multiplier": 0.196,
+                "selector_rank": 256,
+                "selector_top_k": 16,
+            },
+            architectures=["DFlash2DraftModel"],
+            is_causal=False,
+            pad_token_id=200018,
+            transformers_version="5.15.0",
+            **SLIDING,
+        ),
+        "architectures",
+    ),
+    "speculators": (
+        {
+            "architectures": ["DFlashDraftModel"],
+            "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+            "block_size": 8,
+            "draft_vocab_size": 32000,
+            "mask_token_id": 151669,
+            "speculators_config": {"algorithm": "dflash"},
+            "speculators_model_type": "dflash",
+            "transformer_layer_config": QWEN3_8B,
+        },
+        "speculators_model_type",
+    ),
+    "DeepSpec dspark": (
+        without(dflash(architectures=["Qwen3DSparkModel"], **OWN, **SPARK), "dflash_config"),
+        "architectures",
+    ),
+    "DeepSpec dflash": (  # marked by nothing but its architecture
+        without(dflash(architectures=["Qwen3DSparkModel"], markov_rank=0, **OWN), "dflash_config"),
+        "architectures",
+    ),
+    "Domino": (
+        dflash(
+            {
+                "projector_type": "domino",
+                "pure_draft_prefix_len": 1,
+                "emb_dim": 256,
+                "gru_hidden_dim": 1024,
+                "shift_label": True,
+            },
+            emb_dim=256,
+        ),
+        "dflash_config.projector_type",
+    ),
+    "SpecForge dspark": (
+        dflash({"projector_type": "dspark", "attention_mode": "full", **SPARK}),
+        "dflash_config.projector_type",
+    ),
+    "JetSpec": (dflash({"causal_head": True}), "dflash_config.causal_head"),
+    "z-lab, sliding": (dflash(**SLIDING), "layer_types"),
+    "Gemma 4": (
+        dflash({"input_embedding_scale": 73.3, "final_logit_softcapping": 30.0}),
+        "dflash_config.input_embedding_scale",
+    ),
+    "another base": (dflash(model_type="llama"), "model_type"),
+}
+
+EAGLE3 = without(QWEN3_8B, "dtype", "layer_types", "num_target_layers") | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "draft_vocab_size": 32000,
+    "max_window_layers": 36,
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+}
+HEADS_NOT_BUILT: dict[str, tuple[Raw, str]] = {
+    "speculators": (
+        {
+            "architectures": ["Eagle3Speculator"],
+            "draft_vocab_size": 32000,
+            "speculators_model_type": "eagle3",
+            "norm_before_residual": True,
+            "transformer_layer_config": QWEN3_8B,
+        },
+        "speculators_model_type",
+    ),
+    "DeepSpec": (
+        EAGLE3 | {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": LAYERS},
+        "architectures",
+    ),
+    "layers with norms of queries": (EAGLE3 | {"model_type": "qwen3"}, "model_type"),
+    "nvidia": (EAGLE3 | {"norm_before_fc": True}, "norm_before_fc"),
+    "norm_output": (EAGLE3 | {"norm_output": False}, "norm_output"),
+    "last state alone": (
+        EAGLE3 | {"eagle_config": {"use_aux_hidden_state": False}},
+        "eagle_config.use_aux_hidden_state",
+    ),
+    "peagle": (EAGLE3 | {"parallel_drafting": True}, "parallel_drafting"),
+    "two layers": (EAGLE3 | {"num_hidden_layers": 2}, "num_hidden_layers"),
+}
+
+
+def shrunk(raw: Raw, **sizes: Any) -> Raw:
+    """The same keys for a tiny target: sizes are replaced where the file has them."""
+    small = SIZES | sizes
+    return {
+        key: shrunk(value, **sizes) if key == "dflash_config" else small.get(key, value)
+        for key, value in raw.items()
+    }
