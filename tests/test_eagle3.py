@@ -203,7 +203,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match=r"checkpoint=null: no EAGLE-3 head of .* is known"):
         Eagle3Drafter(**{**good, "checkpoint": None}).bind(tiny_target())
     with pytest.raises(UserError, match=r"checkpoint=null: no DFlash drafter of .* is known"):
-        DFlashDrafter(checkpoint=None).bind(tiny_target())
+        DFlashDrafter(checkpoint=None, ignore_keys=[]).bind(tiny_target())
 
 
 @pytest.mark.parametrize("name", ["dflash", "eagle3"])
