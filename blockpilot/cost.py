@@ -150,7 +150,7 @@ def cost_methods(cfg: CostConfig, drafter: Drafter, target: Target) -> dict[Cell
         methods[Cell(size, False)] = Method(NoDrafter() if size == 1 else drafter, policy, verify)
     for positions in sorted(set(cfg.trees)):
         methods[Cell(positions, True)] = Method(
-            drafter, TreePolicy(nodes=positions - 1, cost=None, fit=None), verify
+            drafter, TreePolicy(nodes=positions - 1, cost=None, fit=None, online=False), verify
         )
     for method in methods.values():
         method.bind(target)

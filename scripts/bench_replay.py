@@ -11,6 +11,7 @@ import torch
 from bench_cycle import Section, answer_length, seconds
 from rich.table import Table
 
+from blockpilot.decoding.anchors import TOP
 from blockpilot.decoding.answers import Answer, answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import anchors_per_chunk, free_memory, replay
@@ -45,9 +46,8 @@ def bench_replay(pair: Pair, plain: Method, prompts: list[list[int]]) -> Section
     equal, gaps = [], [0.0]
     for ids, one in zip(prompts, said, strict=True):
         text = torch.tensor([*ids, *one.tokens], device=device)
-        for with_marginals in (False, True):
-            name = "replay with marginals" if with_marginals else "replay"
-            job = _replayer(pair, text, len(ids), one, methods, with_marginals)
+        for name, candidates in (("replay", 0), ("replay with marginals", TOP)):
+            job = _replayer(pair, text, len(ids), one, methods, candidates)
             spent[name].append(seconds(device, job))
         for plan, method in methods.items():
             traces: list[Trace] = []
@@ -80,14 +80,12 @@ def bench_replay(pair: Pair, plain: Method, prompts: list[list[int]]) -> Section
 
 
 def _replayer(
-    pair: Pair, text: torch.Tensor, start: int, one: Answer, plans: Any, with_marginals: bool
+    pair: Pair, text: torch.Tensor, start: int, one: Answer, plans: Any, candidates: int
 ) -> Any:
     drafter, memory = pair.method.drafter, free_memory(pair.target.device) // 8
     chunk = anchors_per_chunk(drafter, pair.target, len(text), memory)
     features = None if one.features is None else one.features.to(text.device)
-    return lambda: replay(
-        drafter, text, start, features, plans, chunk=chunk, with_marginals=with_marginals
-    )
+    return lambda: replay(drafter, text, start, features, plans, chunk=chunk, candidates=candidates)
 
 
 def _decoder(pair: Pair, method: Method, ids: list[int], traces: list[Trace]) -> Any:

@@ -44,6 +44,7 @@ class FakeTrace:
     verify_s: float = 0.7
     policy_s: float = 0.0
     other_s: float = 0.1
+    cycle_s: list[float] | None = None
 
 
 def make_trace(committed: Sequence[int], *, decode_s: float = 1.0, salt: int = 0) -> FakeTrace:

@@ -50,7 +50,7 @@ def bound_methods(drafter_file: Path, policy: Path, target: Target) -> Iterator[
             part: Any = build(policy, block_size=size, block_mode=mode)
             method = Method(drafter, part, verify)
             # No block to size, or no marginals to grow a tree from.
-            needs = drafter.has_marginals if part.reads_marginals else True
+            needs = drafter.has_marginals if part.candidates else True
             if part.name == "blockpilot":
                 needs = drafter.trained_block_size
             if not needs:

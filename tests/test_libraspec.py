@@ -107,7 +107,7 @@ def test_a_replay_has_the_cycles_of_decoding(temperature: float) -> None:
             method = Method(drafter, LibraSpecPolicy(alpha=alpha, cost=None), verify)
             method.bind(target)
             plans = method.policy.replay_plans()
-            found = replay(drafter, ids, start, one.features, plans, chunk=5, with_marginals=True)
+            found = replay(drafter, ids, start, one.features, plans, chunk=5, candidates=1)
             wanted = decode(target, method, PROMPTS[row], keyed(temperature, [HASHES[row]]), BUDGET)
             trace = method.policy.replayed(found, answered).trace(one.tokens, one.stop_reason)
             for part in ("tokens", "committed", "drafted", "verified"):

@@ -247,7 +247,7 @@ def test_every_experiment_runs_in_debug_size(
     ]
     extra = {
         "sweep": [*pair, "prompts.limit=2", "replay.batch_size=8"],
-        "cost": [*pair, "repeats=1", "contexts=[16]", "sizes=[1,4,19]", "trees=[2,64]"],
+        "cost": [*pair, "repeats=1", "contexts=[16]", "sizes=[1,4,19]", "trees=[2,8,16,64]"],
         "train": ["tracker=none", "device=cpu", "epochs=1", "predictor.hidden=4"],
         "evaluate": ["tracker=none"],
         "dataset": ["sizes=[1,4,16]"] if name in ("local_mixed", "local_policies") else [],

@@ -106,10 +106,8 @@ def compare(target: Target, drafter: Drafter, temperature: float, chunk: int) ->
         wanted = plans(drafter)
         start = len(PROMPTS[row])
         found, everywhere = (
-            replay(
-                drafter, ids, start, one.features, wanted.values(), chunk=chunk, with_marginals=more
-            )
-            for more in (False, True)
+            replay(drafter, ids, start, one.features, wanted.values(), chunk=chunk, candidates=kept)
+            for kept in (0, 3)
         )
         for key, plan in wanted.items():
             drafted = found.accepted[plan] >= 0
@@ -181,7 +179,8 @@ def test_accepted_lengths_stop_at_the_first_error_and_at_the_end() -> None:
     anchors = torch.tensor([0, 1, 2, 3])
     labels, known = slot_labels(ids, anchors, 4)
     guesses = Certain(torch.tensor([[1, 2, 3], [2, 0, 4], [3, 4, 4], [0, 4, 4]]))
-    for lengths in (accepted_lengths(guesses, labels, known), marginals(guesses, labels, known)[1]):
+    by_slot = accepted_lengths(guesses, labels, known)
+    for lengths in (by_slot, marginals(guesses, labels, known, candidates=1)[1]):
         assert lengths.tolist() == [3, 1, 2, 0]
 
 
@@ -194,7 +193,9 @@ def test_marginals_by_hand() -> None:
         def logits(self, rows: Tensor, slot: int) -> Tensor:
             return logits[rows, slot]
 
-    found, _ = marginals(Given(), labels, known)
+    found, _ = marginals(Given(), labels, known, candidates=16)
+    whole, _ = marginals(Given(), labels, known, candidates=2 * VOCAB)
+    assert whole.top_tokens.shape == (2, 2, VOCAB), "a smaller vocabulary is kept whole"
     order = logits.argsort(dim=-1, descending=True)
     for anchor, slot in ((0, 0), (0, 1), (1, 0)):
         place = (order[anchor, slot] == labels[anchor, slot]).nonzero().item()

@@ -15,6 +15,7 @@ from blockpilot.decoding.answers import answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import replay
 from blockpilot.decoding.types import Draft, View
+from blockpilot.errors import UserError
 from blockpilot.policies.tree import TreePolicy
 from blockpilot.verify.tree import verify
 
@@ -52,31 +53,87 @@ class Unsure(ScriptedDrafter):
         return Given()
 
 
+def best_tree(logits: Tensor, n_nodes: int) -> set[tuple[int, ...]]:
+    """Token paths of the prefix-closed tree with the largest sum of path probabilities [S, V].
+
+    A node never scores more than its parent, so they are the best of all paths; of each depth no
+    more than `n_nodes` can be among them, nor lead to one.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    scores, paths = torch.zeros(1), torch.zeros(1, 0, dtype=torch.long)
+    found: list[tuple[float, tuple[int, ...]]] = []
+    for slot in logprobs:
+        grown = (scores[:, None] + slot).flatten()
+        scores, index = grown.topk(min(n_nodes, len(grown)))
+        paths = torch.cat([paths[index // len(slot)], (index % len(slot))[:, None]], dim=1)
+        found += [(s, tuple(p)) for s, p in zip(scores.tolist(), paths.tolist(), strict=True)]
+    return {path for _, path in sorted(found, reverse=True)[:n_nodes]}
+
+
+def paths_of(draft: Draft) -> set[tuple[int, ...]]:
+    """The tokens from the anchor down to each node of a tree."""
+    assert draft.parents is not None
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens.tolist(), draft.parents, strict=True):
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_replayed_trees_have_the_cycles_of_decoded_ones(temperature: float) -> None:
+def test_trees_of_every_size_are_the_best_and_replay_as_they_decode(temperature: float) -> None:
     target = with_stops(tiny_target(), 3)
     drafter: Any = Unsure()
     drafter.bind(target)
     taus: dict[int, list[float]] = {}
+    widest = 0
     said = answer(target, PROMPTS, keyed(temperature, HASHES), BUDGET, drafter.feature_layers)
     for row, one in enumerate(said):
         drafter.gold = one.tokens
         ids = [*PROMPTS[row], *one.tokens]
         start = len(PROMPTS[row])
-        found = replay(
-            drafter, torch.tensor(ids), start, one.features, [], chunk=5, with_marginals=True
-        )
+        found = replay(drafter, torch.tensor(ids), start, one.features, [], chunk=5, candidates=127)
         answered = Answered(one.tokens, start, one.prefill_logits, one.prefill_hidden)
-        for nodes in (1, 7, 15, 40):
-            method = Method(drafter, TreePolicy(nodes=nodes, cost=None, fit=None), verify)
+        for nodes in (1, 7, 15, 31, 63, 127):
+            trees: list[tuple[int, Draft]] = []
+
+            def spying(target, cache, view, draft, choose, trees=trees):  # type: ignore[no-untyped-def]
+                trees.append((view.position - view.prompt_ids.shape[0], draft))
+                return verify(target, cache, view, draft, choose)
+
+            method = Method(drafter, ddtree(nodes), spying)
             method.bind(target)
             wanted = decode(target, method, PROMPTS[row], keyed(temperature, [HASHES[row]]), BUDGET)
+            for place, draft in trees:
+                assert paths_of(draft) == best_tree(drafter.logits_at(place, 8), nodes)
+                widest = max(widest, sum(parent == 0 for parent in draft.parents or ()))
             choices = method.policy.replayed(found, answered)
             trace = choices.trace(one.tokens, one.stop_reason)
             assert trace.tokens == wanted.tokens
             for part in ("committed", "drafted", "verified"):
                 assert getattr(trace, part) == getattr(wanted, part), (nodes, part)
             taus.setdefault(nodes, []).append(sum(trace.committed) / max(1, len(trace.committed)))
-    means = [sum(values) / len(values) for values in taus.values()]
-    assert means[0] < means[1] < means[3], "more nodes accept more"
-    assert means[3] > 1.4
+    means = {nodes: sum(values) / len(values) for nodes, values in taus.items()}
+    assert means[1] < means[15] < means[127], f"more nodes accept more: {means}"
+    assert widest > 16, "else the trees would not need more candidates"
+
+
+def test_a_replay_that_kept_too_few_candidates_is_refused() -> None:
+    drafter: Any = Unsure()
+    drafter.gold = [place % VOCAB for place in range(20)]
+    drafter.bind(tiny_target())
+    found = replay(drafter, torch.tensor(drafter.gold), 1, None, [], chunk=20, candidates=16)
+    answered = Answered(drafter.gold[1:], 1, torch.zeros(VOCAB), torch.zeros(4))
+    assert len(policy(15, drafter).replayed(found, answered).plans) == 18
+    with pytest.raises(UserError, match="63 nodes need 61 candidates per slot, the replay kept 16"):
+        policy(63, drafter).replayed(found, answered)
+
+
+def ddtree(nodes: int) -> TreePolicy:
+    return TreePolicy(nodes=nodes, cost=None, fit=None, online=False)
+
+
+def policy(nodes: int, drafter: Any) -> TreePolicy:
+    """A bound policy."""
+    found = ddtree(nodes)
+    found.bind(tiny_target(), drafter)
+    return found

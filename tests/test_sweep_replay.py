@@ -64,7 +64,7 @@ def test_rows_are_those_of_decoding(tmp_path: Path, more: list[str]) -> None:
 
 
 def test_prefill_and_anchors_lie_beside_the_rows(tmp_path: Path) -> None:
-    more = ["replay.keep_features=true", "sizes=[4]"]
+    more = ["replay.keep_features=true", "sizes=[4]", "method=[tree31]"]
     first, second = modes(tmp_path, *more)
     ours, theirs = (tmp_path / "sweep" / name for name in ("run", "decoded"))
     partner = second.set_index(["prompt_id", "turn", "method"])
@@ -82,12 +82,13 @@ def test_prefill_and_anchors_lie_beside_the_rows(tmp_path: Path) -> None:
         assert text.prompt_length == row["n_prompt_tokens"]
         assert features is not None
         assert len(features) == len(text.ids) - 1
-        plan = Plan(int(row["block_size"]), int(row["block_size"]))
-        trace = kept.trace(plan, [], "")
-        assert trace.committed == list(row["committed"])
+        assert list(row["committed"]) == list(other["committed"])
+        if row["policy"] == "fixed":
+            plan = Plan(int(row["block_size"]), int(row["block_size"]))
+            assert kept.trace(plan, [], "").committed == list(row["committed"])
         assert kept.marginals is not None
         assert kept.marginals.rank.shape == (n_anchors, 15)
-        assert kept.marginals.top_tokens.shape == (n_anchors, 15, 16)
+        assert kept.marginals.top_tokens.shape == (n_anchors, 15, 31), "as many as trees read"
         read += 1
     assert read > 10
     with pytest.raises(UserError, match="no replay of prompt nobody"):
@@ -309,6 +310,25 @@ def test_a_file_that_is_no_curve_is_one_line(tmp_path: Path, text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_policy_that_follows_the_clock_is_decoded_and_not_replayed(tmp_path: Path) -> None:
+    trees = ["trees=[2,8,32,64]", "sizes=[1]", "contexts=[40]"]
+    performed(cost.run, "cost", *cost_arguments(tmp_path, *trees))
+    more = ["method=[bastion,bastion-online]", f"policy.cost={tmp_path}/cost/run/cost.json"]
+    with pytest.raises(UserError, match=r"bastion-online: .* this machine's clock; set mode=dec"):
+        performed(sweep.run, "sweep", *arguments(tmp_path, *more))
+    records = performed(
+        sweep.run, "sweep", *arguments(tmp_path, *more, "mode=decode", "prompts.limit=1")
+    )
+    done = records[records["status"] == "ok"]
+    assert (done.groupby(["prompt_id", "turn"])["output_sha256"].nunique() == 1).all()
+    online = done["method"] == "bastion-online"
+    assert done.loc[~online, "cycle_s"].isna().all()
+    for _, row in done[online].iterrows():
+        assert len(row["cycle_s"]) == len(row["verified"]) > 0
+        assert sum(row["cycle_s"]) == pytest.approx(row["decode_s"], rel=0.5)
+        assert row["policy"].endswith("-online")
+
+
 def test_a_cost_for_decoded_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="times of decoded rows are measured; set mode=replay"):
         performed(sweep.run, "sweep", *arguments(tmp_path, "mode=decode", "cost=x.json"))
@@ -328,6 +348,13 @@ def test_a_plan_loads_nothing(
     for name, value in (("prompts", 4), ("turns", 6), ("rows", 24)):
         assert any(line.split() == [name, str(value)] for line in shown.splitlines()), name
     assert not (tmp_path / "sweep").exists()
+    # Of every slot a token's rank and, per candidate, a token and half a float.
+    shape = "model.architecture.vocab_size=300", "decoding.max_new_tokens=100000"
+    for methods, kept in (("[]", 16), ("[tree7]", 16), ("[tree63,tree7]", 63)):
+        given = (*shape, f"method={methods}", "plan=true", "mode=replay")
+        performed(sweep.run, "sweep", *arguments(tmp_path, *given))
+        size = round(6 * (16 * 100_000 * (4 + 6 * kept) + (300 + 32) * 4) / 1e9, 3)
+        assert str(size) in capsys.readouterr().out.split()
     missing = f"cost={tmp_path}/not/there/yet.json"  # a pipeline's first step will measure it
     performed(sweep.run, "sweep", *arguments(tmp_path, "plan=true", missing))
     assert ["mode", "replay"] in [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -361,7 +388,9 @@ def test_further_methods_are_decoded_beside_the_sizes(tmp_path: Path) -> None:
 
 def test_other_drafters_are_decoded_beside_the_sizes(tmp_path: Path) -> None:
     more = ["method=[lookup,eagle3_16,eagle3_chain]", "model.drafters.eagle3=random"]
-    records = performed(sweep.run, "sweep", *arguments(tmp_path, *more, "mode=decode"))
+    records = performed(
+        sweep.run, "sweep", *arguments(tmp_path, *more, "mode=decode", "prompts.limit=1")
+    )
     done = records[records["status"] == "ok"]
     assert (done.groupby(["prompt_id", "turn"])["output_sha256"].nunique() == 1).all()
     drafters = done.groupby("method")["drafter"].agg(set)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from decoding_kit import PROMPT, bound_dflash, plain, sampler, tiny_target
 
 from blockpilot.decoding.cost import CostCurve, CostPoint, cost_settings
-from blockpilot.decoding.cost_fits import Roofline, Shapes, convex
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
@@ -22,7 +22,7 @@ from blockpilot.verify.tree import branches_of, verify
 
 
 def ddtree(nodes: int) -> TreePolicy:
-    return TreePolicy(nodes=nodes, cost=None, fit=None)
+    return TreePolicy(nodes=nodes, cost=None, fit=None, online=False)
 
 
 def drawn(slots: int, ranks: int, seed: int) -> list[list[float]]:
@@ -122,37 +122,12 @@ def test_the_nodes_that_pay_are_the_best_of_all_sizes(seed: int) -> None:
     assert paying_nodes(tree, logprobs, [10.0**n for n in range(30)]) == 1
 
 
-def test_a_convex_fit_by_hand_and_of_what_is_convex() -> None:
-    assert convex([1, 2, 4, 8]).tolist() == [1, 2, 4, 8]
-    assert convex([1, 3, 4, 4]).tolist() == [1, 2, 3, 4], "increments 2, 1, 0 pool to 1 each"
-    assert convex([5, 4, 4, 6]).tolist() == [5, 5, 5, 7], "a cost does not fall"
-    assert convex([1, 3, 2, 3]).tolist() == [1, 1.5, 2, 3], "a dip is pooled before it is cut"
-    assert convex([3.0]).tolist() == [3]
-
-
-def test_a_roofline_finds_the_lines_that_made_its_points() -> None:
-    shapes = Shapes(weights=1000, attention=10, keys_values=20)
-    true = Roofline(shapes, (1e-6, 1e-3), (4e-6, 1e-2))
-    cells = [(s, c) for s in (2, 4, 8, 16, 32, 64) for c in (64, 256, 1024)]
-    points = [CostPoint(s, c, 1, true.seconds(s, c), *[0.0] * 6, tree=True) for s, c in cells]
-    found = Roofline.fit(shapes, points)
-    for s, c in cells:
-        assert found.seconds(s, c) == pytest.approx(true.seconds(s, c), rel=0.02)
-
-
-def test_shapes_count_the_weights_of_a_model() -> None:
-    target = tiny_target()
-    matrices = [w for n, w in target.model.named_parameters() if w.ndim == 2 and "embed" not in n]
-    assert Shapes.of(target.config).weights == sum(w.numel() for w in matrices)
-    assert Shapes.of(target.config).keys_values == 2 * 4 * 2 * 8
-
-
 @pytest.fixture
 def curve(tmp_path: Path) -> Path:
     """Chains and trees for the random tiny pair: more positions cost more."""
     points = [
         CostPoint(size, 4, 1, 1.0 + size / 50, 0.0, 0.0, 0.2, 0.8 + size / 50, 0.0, 0.0, tree=tree)
-        for tree, sizes in ((False, (1, 2, 16)), (True, (2, 16, 64)))
+        for tree, sizes in ((False, (1, 2, 16)), (True, (2, 8, 16, 64)))
         for size in sizes
     ]
     settings = cost_settings(tiny_target(), bound_dflash())
@@ -166,7 +141,7 @@ def curve(tmp_path: Path) -> Path:
 def test_trees_that_pay_keep_the_output_law(curve: Path, fit: str, temperature: float) -> None:
     target = tiny_target()
     wanted = plain(target, 16, sampler(temperature)).tokens
-    policy = TreePolicy(nodes=63, cost=str(curve), fit=fit)
+    policy = TreePolicy(nodes=63, cost=str(curve), fit=fit, online=False)
     method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy, verify)
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(temperature), 16)
@@ -175,8 +150,8 @@ def test_trees_that_pay_keep_the_output_law(curve: Path, fit: str, temperature: 
 
 
 def test_a_curve_that_does_not_fit_is_refused(curve: Path) -> None:
-    def bound(nodes: int, fit: str | None = "convex", target: Any = None) -> None:
-        policy = TreePolicy(nodes=nodes, cost=str(curve), fit=fit)
+    def bound(nodes: int, fit: str | None = "measured", target: Any = None) -> None:
+        policy = TreePolicy(nodes=nodes, cost=str(curve), fit=fit, online=False)
         target = target or tiny_target()
         Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy, verify).bind(target)
 
@@ -186,5 +161,10 @@ def test_a_curve_that_does_not_fit_is_refused(curve: Path) -> None:
         bound(7, target=tiny_target(dtype=torch.float32))
     with pytest.raises(UserError, match=r"policy.fit=None: give both or neither"):
         bound(7, fit=None)
-    with pytest.raises(UserError, match=r"policy.fit=other: .*convex or roofline"):
+    with pytest.raises(UserError, match=r"policy.fit=other: .*measured or roofline"):
         bound(7, fit="other")
+    few = json.loads(curve.read_text())
+    few["points"] = [point for point in few["points"] if point["block_size"] != 8]
+    curve.write_text(json.dumps(few))
+    with pytest.raises(UserError, match=r"cost\.json: .*needs 4 points of trees or more.* holds 3"):
+        bound(7, fit="roofline")

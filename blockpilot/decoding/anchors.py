@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blockpilot.decoding.types import Plan, Trace
 
-TOP = 16  # candidates kept per slot
+TOP = 16  # candidates that every replay keeps per slot; more where a policy reads more
 
 
 @dataclass(frozen=True)

@@ -167,11 +167,28 @@ def cost_settings(target: TargetModel, drafter: Drafter) -> dict[str, Any]:
     }
 
 
+def _problem(point: CostPoint) -> str | None:
+    """The first value of a point that cannot be, with what is allowed; None for a good one."""
+    for name, value in asdict(point).items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name == "tree":
+            good, allowed = isinstance(value, bool), "true or false"
+        elif name in ("block_size", "context", "repeats"):
+            good, allowed = isinstance(value, int) and number and value >= 1, "an integer >= 1"
+        elif name == "cycle_s":
+            good, allowed = number and 0 < value < math.inf, "seconds > 0"
+        else:
+            good, allowed = number and 0 <= value < math.inf, "seconds >= 0"
+        if not good:
+            return f"{name}={value}: allowed is {allowed}"
+    return None
+
+
 def load_cost(path: str | Path, settings: Mapping[str, Any]) -> CostCurve:
     """The curve in a file, for a run with these settings.
 
-    Raises UserError when the file is no curve or was measured with other settings, naming the
-    first that differs.
+    Raises UserError when the file is no curve, a count or a time in it cannot be, or it was
+    measured with other settings, naming the first that differs.
     """
     try:
         curve = fitted(CostCurve, json.loads(Path(path).read_text(encoding="utf-8")))
@@ -181,6 +198,9 @@ def load_cost(path: str | Path, settings: Mapping[str, Any]) -> CostCurve:
         ) from error
     if not curve.points:
         raise UserError(f"cost={path}: holds no point")
+    for number, point in enumerate(curve.points):
+        if problem := _problem(point):
+            raise UserError(f"cost={path}: point {number} has {problem}")
     for key, value in settings.items():
         if curve.settings.get(key) != value:
             raise UserError(

@@ -88,12 +88,15 @@ def decode(
         if method.policy.speculates:
             method.drafter.start(view, run.cache.capacity)
         run.clock.mark("start")
+    run.clock.lap()
     while not run.trace.stop_reason:
         view = run.cycle(view)
     run.trace.decode_s, parts = run.clock.finish()
     for part, seconds in parts.items():
         setattr(run.trace, f"{part}_s", seconds)
     run.trace.draft_s += run.trace.start_s
+    if method.policy.reads_clock:
+        run.trace.cycle_s = [run.clock.lap_s(cycle) for cycle in range(len(run.trace.committed))]
     return run.trace
 
 
@@ -151,7 +154,14 @@ class _Run:
         self.clock.mark("draft")
         policy.observe(verdict)
         self.clock.mark("policy")
-        return View(view.prompt_ids, verdict.anchor, position, verdict.features, view.prefill)
+        self.clock.lap()
+        timed = None
+        if policy.reads_clock and len(self.trace.verified) > 1:
+            # This cycle's verdict waited for the device, so the cycle before it is over.
+            timed = self.trace.verified[-2], self.clock.lap_s(len(self.trace.verified) - 2)
+        return View(
+            view.prompt_ids, verdict.anchor, position, verdict.features, view.prefill, timed
+        )
 
     def commit(self, tokens: list[int]) -> int:
         """Append tokens up to the first stop token and the budget; how many were committed."""

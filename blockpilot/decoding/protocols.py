@@ -109,7 +109,8 @@ class Policy(Protocol):
     block_size: int | None  # most slots that a cycle verifies, anchor included; known once bound
     block_mode: str
     widest: int  # most slots that any of its plans asks for, known once bound
-    reads_marginals: bool  # of a replay: it needs the candidates of the trained block's slots
+    candidates: int  # best tokens of each slot of the trained block that it reads; 0: none
+    reads_clock: bool  # its choices depend on measured seconds: it cannot be replayed
     tree: bool  # what it verifies may branch
 
     def bind(self, target: TargetModel, drafter: Drafter) -> None:

@@ -18,7 +18,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from blockpilot.decoding.anchors import TOP, Marginals, Replay, visited
+from blockpilot.decoding.anchors import Marginals, Replay, visited
 from blockpilot.decoding.protocols import Drafter, Proposals
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Plan
@@ -52,8 +52,13 @@ def accepted_lengths(proposals: Proposals, labels: Tensor, known: Tensor) -> Ten
     return accepted
 
 
-def marginals(proposals: Proposals, labels: Tensor, known: Tensor) -> tuple[Marginals, Tensor]:
-    """Rank of the label and the top candidates of every slot, and the accepted lengths [A]."""
+def marginals(
+    proposals: Proposals, labels: Tensor, known: Tensor, candidates: int
+) -> tuple[Marginals, Tensor]:
+    """Rank of the label and the top `candidates` of every slot, and the accepted lengths [A].
+
+    A smaller vocabulary is kept whole.
+    """
     rows = torch.arange(labels.shape[0], device=labels.device)
     alive = torch.ones_like(rows, dtype=torch.bool)
     accepted = torch.zeros_like(rows, dtype=torch.int16)
@@ -66,7 +71,7 @@ def marginals(proposals: Proposals, labels: Tensor, known: Tensor) -> tuple[Marg
         alive &= known[:, slot] & (logits.argmax(dim=-1) == labels[:, slot])
         accepted += alive
         ranks.append(rank.masked_fill(~known[:, slot], -1).int())
-        top = logits.topk(min(TOP, logits.shape[-1]), dim=-1)
+        top = logits.topk(min(candidates, logits.shape[-1]), dim=-1)
         tokens.append(top.indices.int())
         logprobs.append(top.values - logits.logsumexp(dim=-1, keepdim=True))
     found = Marginals(torch.stack(ranks, 1), torch.stack(tokens, 1), torch.stack(logprobs, 1))
@@ -82,14 +87,15 @@ def replay(
     plans: Iterable[Plan],
     *,
     chunk: int,
-    with_marginals: bool = False,
+    candidates: int = 0,
 ) -> Replay:
     """Accepted lengths of a bound, replayable drafter for every plan.
 
     `chunk` anchors run at a time. Plans that show the drafter the same block share its drafts:
-    fewer verified slots accept no more than they hold. Without marginals the narrowest block is
-    drafted from all anchors, wider ones only where the plans' cycles go. An answer of one token has
-    no anchor.
+    fewer verified slots accept no more than they hold. With `candidates`, the number to keep of
+    each slot, the trained block's marginals come along; without, the narrowest block is drafted
+    from all anchors, wider ones only where the plans' cycles go. An answer of one token has no
+    anchor.
     """
     anchors = torch.arange(prompt_length, ids.shape[0] - 1, device=ids.device)
     wanted = list(dict.fromkeys(plans))
@@ -101,8 +107,8 @@ def replay(
         for some in anchors[places.to(anchors.device)].split(chunk):
             proposals = drafter.replay(ids, features, some, width)
             labels, known = slot_labels(ids, some, width)
-            if with_marginals and width == drafter.trained_block_size:
-                shown, accepted = marginals(proposals, labels, known)
+            if candidates and width == drafter.trained_block_size:
+                shown, accepted = marginals(proposals, labels, known, candidates)
                 found.append(shown)
             else:
                 accepted = accepted_lengths(proposals, labels, known)
@@ -110,7 +116,7 @@ def replay(
         return torch.cat(parts)
 
     by_width: dict[int, list[Plan]] = {}
-    if with_marginals and drafter.trained_block_size is not None:
+    if candidates and drafter.trained_block_size is not None:
         by_width[drafter.trained_block_size] = []
     for plan in wanted:
         if plan.verified > 1:
@@ -119,7 +125,7 @@ def replay(
     lengths_of = {plan: torch.zeros(len(anchors), dtype=torch.int16) for plan in wanted}
     likely = torch.zeros(len(anchors), dtype=torch.int16)
     for width, sharing in sorted(by_width.items()) if len(anchors) else ():
-        if with_marginals:
+        if candidates:
             lengths = drafted(everywhere, width)
         else:
             lengths = _where_visited(drafted, width, sharing, likely)

@@ -82,6 +82,8 @@ class View:
 
     `anchor` stands at absolute position `position` (0-based); the target has features of all
     positions before it. `new_features` are those that became known since the previous cycle.
+    `timed`, where the policy reads the clock, are the verified positions and the seconds of the
+    latest cycle that the device is known to have finished: the one before the last.
     """
 
     prompt_ids: Tensor  # [P] int64
@@ -89,6 +91,7 @@ class View:
     position: int
     new_features: Tensor | None  # [n, F]
     prefill: Forward
+    timed: tuple[int, float] | None = None
 
 
 @dataclass
@@ -111,5 +114,6 @@ class Trace:
     verify_s: float = 0.0
     policy_s: float = 0.0
     other_s: float = 0.0
+    cycle_s: list[float] | None = None  # where the policy reads them
     prefill_logits: Tensor | None = None  # [V]
     prefill_hidden: Tensor | None = None  # [D]

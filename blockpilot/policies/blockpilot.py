@@ -36,7 +36,8 @@ class BlockSizePolicy:
     """
 
     name = "blockpilot"
-    reads_marginals = False
+    candidates = 0
+    reads_clock = False
     tree = False
 
     def __init__(self, *, path: str) -> None:

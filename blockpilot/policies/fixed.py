@@ -44,7 +44,8 @@ class FixedPolicy:
     name = "fixed"
     fingerprint: str | None = None
     speculates = True
-    reads_marginals = False
+    candidates = 0
+    reads_clock = False
     tree = False
 
     def __init__(self, *, block_size: int | None, block_mode: str) -> None:

@@ -27,7 +27,8 @@ class LibraSpecPolicy:
     """
 
     name = "libraspec"
-    reads_marginals = True
+    candidates = 1
+    reads_clock = False
     speculates = True
     tree = False
     block_mode = "verify"

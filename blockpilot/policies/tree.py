@@ -16,14 +16,16 @@ from itertools import accumulate
 
 import torch
 
-from blockpilot.decoding.anchors import TOP, Answered, Choices, Replay
+from blockpilot.decoding.anchors import Answered, Choices, Replay
 from blockpilot.decoding.cost import cost_settings, load_cost
-from blockpilot.decoding.cost_fits import Roofline, Shapes, convex, most_per_second
+from blockpilot.decoding.cost_fits import OnlineCost, Roofline, Shapes, most_per_second
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
 from blockpilot.errors import UserError
 
-FITS = ("convex", "roofline")
+FITS = ("measured", "roofline")
+_CANDIDATES = 128  # of a slot, at most: BASTION's
+_LEAST_POINTS = 4  # a roofline has four terms
 
 Node = tuple[int, int, int]  # slot, rank among its candidates, parent
 
@@ -33,16 +35,16 @@ class TreePolicy:
 
     Without `cost` it has `nodes` tokens, the anchor not counted (DDTree). With `cost`, the file of
     a curve with trees measured on this pair and machine, it has at most that many: as many as
-    promise the most tokens per second. `fit` smooths the curve: `convex` (CaDDTree), `roofline`
-    (BASTION). With `nodes` = B - 1 it is not plain DFlash: the best tree may branch.
+    promise the most tokens per second. `fit` says how the curve is read: as `measured` (CaDDTree)
+    or as a `roofline` (BASTION). With `online` it is corrected by the seconds that the run's own
+    cycles take. With `nodes` = B - 1 it is not plain DFlash: the best tree may branch.
     """
 
     name = "tree"
-    reads_marginals = True
     speculates = True
     tree = True
 
-    def __init__(self, *, nodes: int, cost: str | None, fit: str | None) -> None:
+    def __init__(self, *, nodes: int, cost: str | None, fit: str | None, online: bool) -> None:
         if nodes < 1:
             raise UserError(f"policy.nodes={nodes}: allowed are numbers >= 1")
         if (cost is None) != (fit is None) or fit not in (None, *FITS):
@@ -50,26 +52,38 @@ class TreePolicy:
                 f"policy.cost={cost}, policy.fit={fit}: give both or neither, fit is "
                 f"{' or '.join(FITS)}"
             )
+        if online and cost is None:
+            raise UserError("policy.online=true: it corrects a curve, give policy.cost")
         self.nodes, self.cost, self.fit = nodes, cost, fit
+        # A tree of n nodes holds at most n tokens of a slot.
+        self.candidates = min(nodes, _CANDIDATES)
+        self.reads_clock = online
         self.block_size: int | None = nodes + 1
         self.block_mode = "draft"
 
     def bind(self, target: TargetModel, drafter: Drafter) -> None:
         """Refuse a drafter without per-slot marginals, and a curve of another pair or machine or
-        without trees of `nodes` tokens (UserError).
+        without trees of `nodes` tokens or with too few to fit (UserError).
         """
         if not drafter.has_marginals or drafter.trained_block_size is None:
             raise UserError(f"policy {self.name}: drafter {drafter.name} has no slot marginals")
         self.block_plan = Plan(drafter.trained_block_size, drafter.trained_block_size)
         self.widest = max(self.nodes + 1, drafter.trained_block_size)
         self.fingerprint: str | None = None
+        self._online = OnlineCost() if self.reads_clock else None
         if self.cost is not None:
             curve = load_cost(self.cost, cost_settings(target, drafter))
-            self.fingerprint = f"{self.fit}-{curve.digest()}"
+            online = "-online" if self.reads_clock else ""
+            self.fingerprint = f"{self.fit}-{curve.digest()}{online}"
             curve.tree_seconds(2, 1), curve.tree_seconds(self.nodes + 1, 1)
             self._curve = curve
             if self.fit == "roofline":
                 trees = [point for point in curve.points if point.tree]
+                if len(trees) < _LEAST_POINTS:
+                    raise UserError(
+                        f"cost={self.cost}: fit=roofline needs {_LEAST_POINTS} points of trees or "
+                        f"more, the curve holds {len(trees)}"
+                    )
                 self._roofline = Roofline.fit(Shapes.of(target.config), trees)
 
     def _costs(self, context: int) -> Sequence[float]:
@@ -79,22 +93,23 @@ class TreePolicy:
             return []
         if self.fit == "roofline":
             return [self._roofline.seconds(s, context) for s in positions]
-        return convex([self._curve.tree_seconds(s, context) for s in positions]).tolist()
+        return [self._curve.tree_seconds(s, context) for s in positions]
 
     def start(self, view: View) -> None:
         """The costs of this prompt's cycles, taken at its length."""
         self._seconds = self._costs(len(view.prompt_ids))
 
     def plan(self, view: View) -> Plan:
+        """The trained block; learns on the way what an earlier cycle took."""
+        if self._online is not None and view.timed is not None:
+            positions, seconds = view.timed
+            self._online.learn(positions, seconds, self._seconds[positions - 2])
         return self.block_plan
 
     def next(self, draft: Draft, view: View) -> Draft:
-        """The best tree of the block's marginals; one host sync for its candidates.
-
-        A tree uses as many candidates per slot as a replay keeps.
-        """
+        """The best tree of the block's marginals; one host sync for its candidates."""
         assert draft.logits is not None
-        ranks = min(TOP, draft.logits.shape[-1])
+        ranks = min(self.candidates, draft.logits.shape[-1])
         logits = draft.logits.float()
         top = logits.topk(ranks, dim=-1)
         logprobs = top.values - logits.logsumexp(dim=-1, keepdim=True)
@@ -113,13 +128,25 @@ class TreePolicy:
 
     def _grown(self, logprobs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[Node]:
         tree = best_first(logprobs, self.nodes)
+        if self._online is not None:
+            seconds = self._online.seconds(seconds[: len(tree)])
         return tree[: paying_nodes(tree, logprobs, seconds)] if seconds else tree
 
     def replayed(self, known: Replay, answered: Answered) -> Choices:
-        """The tree of every anchor, from its marginals, against the tokens that follow it."""
+        """The tree of every anchor, from its marginals, against the tokens that follow it.
+
+        Raises UserError for a replay that kept fewer candidates than decoding reads.
+        """
         accepted: list[int] = []
         plans: list[Plan] = []
         if known.marginals is not None:
+            kept = known.marginals.top_tokens.shape[-1]
+            needed = min(self.candidates, answered.prefill_logits.shape[-1])
+            if kept < needed:
+                raise UserError(
+                    f"policy {self.name}: {self.nodes} nodes need {needed} candidates per slot, "
+                    f"the replay kept {kept}: sweep again"
+                )
             seconds = self._costs(answered.n_prompt_tokens)
             candidates = known.marginals.top_tokens.tolist()
             logprobs = known.marginals.top_logprobs.tolist()

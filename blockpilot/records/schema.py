@@ -18,8 +18,9 @@ Keys
 and of what is new, as little-endian int32. `divergence_at` is the first new
 token that is not plain decoding's and `divergence_margin` the gap of the two tokens' scores there;
 both are empty for equal outputs. `drafted` counts proposed tokens and `verified` target positions
-of each cycle. Rows of mode `replay` have no measured times; `predicted_decode_s` comes from a cost
-curve where one was given. Their output is one answer per prompt, the same for all methods.
+of each cycle, `cycle_s` its seconds where the policy reads them, else it is empty. Rows of mode
+`replay` have no measured times; `predicted_decode_s` comes from a cost curve where one was given.
+Their output is one answer per prompt, the same for all methods.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ SCHEMA = pa.schema(
         _column("policy_s", pa.float64(), null=True),
         _column("other_s", pa.float64(), null=True),
         _column("predicted_decode_s", pa.float64(), null=True),
+        _column("cycle_s", pa.list_(pa.float64()), null=True),
     ],
     metadata={"blockpilot_schema_version": str(SCHEMA_VERSION)},
 )
@@ -214,6 +216,7 @@ class Outcome(Protocol):
     verify_s: float
     policy_s: float
     other_s: float
+    cycle_s: list[float] | None
 
 
 def row_key(settings: Settings) -> str:
@@ -250,6 +253,7 @@ def ok_row(settings: Settings, trace: Outcome, *, prompt_ids: Sequence[int]) -> 
         row[name] = [int(count) for count in getattr(trace, name)]
     if settings.mode == "decode":
         row.update({name: float(getattr(trace, name)) for name in TIMES})
+        row["cycle_s"] = trace.cycle_s
     return row
 
 

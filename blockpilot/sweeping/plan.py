@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from hydra.utils import get_class
+from hydra.utils import get_class, instantiate
 
 from blockpilot.config import SweepConfig
 from blockpilot.decoding.anchors import TOP
@@ -50,8 +50,16 @@ def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float |
         plan["target forwards of a batch, at most"] = batches * rounds * budget
         plan["blocks drafted, at most"] = turns * n_sizes * budget
         if cfg.replay.marginals:
+            # Methods that bring a drafter of their own are refused in a replay.
+            policies = [
+                instantiate(each, _convert_="all")
+                for each in cfg.methods.values()
+                if "_target_" in each
+            ]
+            kept = max([TOP, *(policy.candidates for policy in policies)])
+            kept = min(kept, shape["vocab_size"])
             # Slots of a block are unknown before the drafter is loaded: 16 is the published size.
-            per_turn += 16 * budget * (4 + 6 * TOP)
+            per_turn += 16 * budget * (4 + 6 * kept)
     plan["GB on disk, at most"] = round(turns * per_turn / 1e9, 3)
     if cfg.cost is not None and Path(cfg.cost).exists():  # a pipeline may measure it first
         # Of plain decoding alone: what the drafted sizes take depends on their tau.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from blockpilot.config import SweepConfig
-from blockpilot.decoding.anchors import Answered, Replay
+from blockpilot.decoding.anchors import TOP, Answered, Replay
 from blockpilot.decoding.answers import Answer, answer
 from blockpilot.decoding.cost import CostCurve
 from blockpilot.decoding.loop import Method
@@ -59,9 +59,16 @@ class ReplayedSweep(Rows):
         self.drafter, self.cost = drafter, cost
         given = cfg.replay.memory_gb
         self.memory = int(given * 2**30) if given else free_memory(target.device) // _SHARE
+        self.candidates = 0
+        if drafter.has_marginals and cfg.replay.marginals:
+            self.candidates = max([TOP, *(each.policy.candidates for each in methods.values())])
         self.plans = [p for method in methods.values() for p in method.policy.replay_plans()]
         for name, method in methods.items():
-            if method.policy.reads_marginals and not cfg.replay.marginals:
+            if method.policy.reads_clock:
+                raise UserError(
+                    f"method {name}: its choices depend on this machine's clock; set mode=decode"
+                )
+            if method.policy.candidates and not cfg.replay.marginals:
                 raise UserError(f"replay.marginals=false: {name} is replayed from the marginals")
             if cost is not None:  # a size without a cost shows here, not prompt by prompt
                 seconds = cost.tree_seconds if method.policy.tree else cost.seconds
@@ -173,5 +180,5 @@ class ReplayedSweep(Rows):
             features,
             self.plans,
             chunk=anchors_per_chunk(self.drafter, self.target, len(ids), self.memory),
-            with_marginals=self.drafter.has_marginals and self.cfg.replay.marginals,
+            candidates=self.candidates,
         )

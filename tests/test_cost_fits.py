@@ -1,0 +1,275 @@
+"""Curves: what they may hold, rooflines of large targets, and following the cycles of a run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoding_kit import PROMPT, plain, sampler, tiny_target
+from omegaconf import OmegaConf
+from test_replay_trees import Unsure
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from blockpilot.decoding import loop
+from blockpilot.decoding.cost import CostCurve, CostPoint, cost_settings, load_cost
+from blockpilot.decoding.cost_fits import OnlineCost, Roofline, Shapes, most_per_second
+from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.timing import Clock
+from blockpilot.decoding.types import Trace
+from blockpilot.errors import UserError
+from blockpilot.paths import conf_dir
+from blockpilot.policies.tree import TreePolicy
+from blockpilot.verify.tree import verify
+
+CONTEXTS = (64, 256, 1024, 2048)
+SMALL, LARGE = (2, 4, 8, 16, 32, 64), (16, 32, 64, 128, 256, 512)
+
+
+def config_of(model: str) -> Any:
+    architecture: Any = OmegaConf.load(conf_dir() / "model" / f"{model}.yaml").architecture
+    values: Any = OmegaConf.to_container(architecture)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def tree_points(cells: list[tuple[int, int]], seconds: list[float]) -> list[CostPoint]:
+    return [
+        CostPoint(*cell, 1, s, *[0.0] * 6, tree=True)
+        for cell, s in zip(cells, seconds, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["to-64", "to-512"])
+@pytest.mark.parametrize("model", ["qwen3-4b", "qwen3-8b", "qwen3-coder-30b"])
+def test_a_roofline_finds_the_bounds_of_a_large_target(
+    model: str, sizes: tuple[int, ...], noise: float
+) -> None:
+    shapes = Shapes.of(config_of(model))
+    cells = list(itertools.product(sizes, CONTEXTS))
+    draw = np.random.default_rng(0)
+    for knee in (1.2 * size for size in sizes[1:4]):  # positions at which the bound changes
+        memory = 1e-12, 5e-3
+        peak = shapes.flops(knee, 256) / (memory[0] * shapes.numbers(knee, 256) + 3e-3)
+        true = Roofline(shapes, (1 / peak, 2e-3), memory)
+        exact = [true.seconds(*cell) for cell in cells]
+        seen = [s * float(np.exp(noise * draw.normal())) for s in exact]
+        found = Roofline.fit(shapes, tree_points(cells, seen))
+        for cell, seconds in zip(cells, exact, strict=True):
+            assert found.seconds(*cell) == pytest.approx(seconds, rel=0.05 if noise else 1e-3)
+
+
+def test_shapes_count_the_weights_of_a_model() -> None:
+    target = tiny_target()
+    matrices = [w for n, w in target.model.named_parameters() if w.ndim == 2 and "embed" not in n]
+    assert Shapes.of(target.config).weights == sum(w.numel() for w in matrices)
+    assert Shapes.of(target.config).keys_values == 2 * 4 * 2 * 8
+
+
+def test_a_mixture_computes_with_its_active_experts_and_reads_those_that_positions_want() -> None:
+    config = config_of("qwen3-coder-30b")
+    shapes = Shapes.of(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    named = [(n, w) for n, w in model.named_parameters() if w.ndim > 1 and "embed" not in n]
+    experts = sum(w.numel() for n, w in named if ".experts." in n)
+    others = sum(w.numel() for n, w in named if ".experts." not in n)
+    assert shapes.flops(1, -0.5) == 2 * (others + experts * 8 / 128), "without attention"
+    read = [shapes.numbers(s, 0) - shapes.keys_values * s for s in (1, 2, 10_000)]
+    assert read[0] == pytest.approx(others + experts * 8 / 128)
+    assert read[1] == pytest.approx(others + experts * (1 - (120 / 128) ** 2))
+    assert read[2] == pytest.approx(others + experts)
+    dense = replace(shapes, expert=0.0, n_experts=0, n_active=0)
+    assert dense.flops(7, 3) < shapes.flops(7, 3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("cycle_s", -1.0, "seconds > 0"),
+        ("cycle_s", 0.0, "seconds > 0"),
+        ("cycle_s", math.nan, "seconds > 0"),
+        ("cycle_s", "1", "seconds > 0"),
+        ("draft_s", math.inf, "seconds >= 0"),
+        ("start_s", None, "seconds >= 0"),
+        ("block_size", 0, "an integer >= 1"),
+        ("context", 1.5, "an integer >= 1"),
+        ("tree", 1, "true or false"),
+    ],
+)
+def test_a_point_that_cannot_be_is_refused_with_its_file(
+    tmp_path: Path, key: str, value: object, allowed: str
+) -> None:
+    good, bad = tree_points([(2, 4), (8, 4)], [1.0, 2.0])
+    curve = CostCurve({}, {}, [good, replace(bad, **{key: value})])  # type: ignore[arg-type]
+    file = tmp_path / "cost.json"
+    file.write_text(curve.to_json())
+    told = rf"cost\.json: point 1 has {key}={value}: allowed is {allowed}"
+    with pytest.raises(UserError, match=told):
+        load_cost(file, {})
+
+
+# --- curves that follow the run -------------------------------------------------------------------
+
+NODES = 63
+POSITIONS = range(2, NODES + 2)
+TOKENS = (1 + 3 * (1 - np.exp(-np.arange(1, NODES + 1) / 12))).tolist()  # expected, per nodes
+
+
+def claimed(positions: int) -> float:
+    """The seconds of the curve that is given."""
+    return 0.02 + 0.0001 * positions
+
+
+TRUTHS: dict[str, Callable[[int], float]] = {
+    "all sizes": lambda s: 3 * claimed(s),
+    "large trees dearer": lambda s: claimed(s) * (3 if s > 16 else 1),
+    "large trees cheaper": lambda s: claimed(s) if s > 16 else 3 * claimed(s),
+}
+
+
+def cycles(online: OnlineCost, true: Callable[[int], float]) -> Iterator[int]:
+    """Nodes of one cycle after the other, each learnt from; times scatter by 5%."""
+    predicted = [claimed(s) for s in POSITIONS]
+    draw = np.random.default_rng(1)
+    while True:
+        nodes = most_per_second(TOKENS, online.seconds(predicted))
+        took = true(nodes + 1) * float(np.exp(0.05 * draw.normal()))
+        online.learn(nodes + 1, took, predicted[nodes - 1])
+        yield nodes
+
+
+def rate(nodes: int, true: Callable[[int], float]) -> float:
+    return TOKENS[nodes - 1] / true(nodes + 1)
+
+
+@pytest.mark.parametrize("wrong", TRUTHS)
+def test_a_curve_that_is_wrong_by_three_is_mended_within_50_cycles(wrong: str) -> None:
+    true = TRUTHS[wrong]
+    online = OnlineCost()
+    chosen = list(itertools.islice(cycles(online, true), 50))
+    best = max(rate(nodes, true) for nodes in range(1, NODES + 1))
+    for nodes in chosen[-20:]:
+        assert rate(nodes, true) > 0.98 * best
+    for seconds, positions in zip(
+        online.seconds([claimed(s) for s in POSITIONS]), POSITIONS, strict=True
+    ):
+        assert seconds == pytest.approx(true(positions), rel=0.2)
+
+
+@pytest.mark.parametrize("at", [0, 1, 10, 30])
+def test_a_lone_outlier_costs_a_few_cycles_at_most(at: int) -> None:
+    calls, steady = itertools.count(), TRUTHS["large trees dearer"]
+    best = max(rate(nodes, steady) for nodes in range(1, NODES + 1))
+
+    def disturbed(positions: int) -> float:
+        return steady(positions) * (50 if next(calls) == at else 1)
+
+    poor = [
+        [rate(nodes, steady) < 0.98 * best for nodes in itertools.islice(run, 60)]
+        for run in (cycles(OnlineCost(), steady), cycles(OnlineCost(), disturbed))
+    ]
+    assert sum(poor[1]) <= sum(poor[0]) + 3
+    assert not any(poor[1][40:])
+
+
+def test_a_machine_that_changes_is_followed() -> None:
+    calls = itertools.count()
+
+    def true(positions: int) -> float:
+        return claimed(positions) * (3 if positions > 16 and next(calls) > 100 else 1)
+
+    chosen = list(itertools.islice(cycles(OnlineCost(), true), 250))
+    assert chosen[60] > 16 > chosen[-1]
+
+
+@pytest.fixture
+def curve(tmp_path: Path) -> str:
+    """What is claimed of trees, for the tiny target and a scripted drafter."""
+    drafter: Any = Unsure()
+    cells = [(s, 4) for s in (2, 4, 8, 16, 32, 64)]
+    points = tree_points(cells, [claimed(s) for s, _ in cells])
+    file = tmp_path / "cost.json"
+    file.write_text(CostCurve(cost_settings(tiny_target(), drafter), {}, points).to_json())
+    return str(file)
+
+
+@pytest.fixture
+def scripted_time(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that every clock of a decode reads."""
+    now = [0.0]
+    monkeypatch.setattr(loop, "Clock", lambda device: Clock(device, lambda: now[0]))
+    return now
+
+
+def decoded(curve: str, now: list[float], *, online: bool, n: int) -> list[Trace]:
+    """Traces of one policy over several decodes; a large tree takes three times what is claimed."""
+    target, drafter = tiny_target(), Unsure()
+    drafter.gold = plain(target, 60, sampler(1.0)).tokens
+    part: Any = drafter
+
+    def slow(*given: Any) -> Any:
+        now[0] += TRUTHS["large trees dearer"](given[3].tokens.shape[0] + 1)
+        return verify(*given)
+
+    policy = TreePolicy(nodes=NODES, cost=curve, fit="measured", online=online)
+    method = Method(part, policy, slow)
+    method.bind(target)
+    traces = [decode(target, method, PROMPT, sampler(1.0), 60) for _ in range(n)]
+    assert all(trace.tokens == drafter.gold for trace in traces), "the text is plain decoding's"
+    return traces
+
+
+def test_decoding_follows_its_own_cycles_and_keeps_their_seconds(
+    curve: str, scripted_time: list[float]
+) -> None:
+    still = decoded(curve, scripted_time, online=False, n=1)
+    following = decoded(curve, scripted_time, online=True, n=2)
+    assert all(trace.cycle_s is None for trace in still)
+    for trace in following:
+        assert trace.cycle_s == pytest.approx(
+            [TRUTHS["large trees dearer"](positions) for positions in trace.verified]
+        )
+        assert sum(trace.cycle_s or []) == pytest.approx(trace.decode_s)
+    assert set(still[-1].verified) - set(range(18)), "the curve asks for large trees"
+    assert set(following[-1].verified) <= set(range(17))
+    assert following[-1].decode_s < still[-1].decode_s
+
+
+def test_a_cycle_is_learnt_with_its_own_size(curve: str, scripted_time: list[float]) -> None:
+    """Each cycle's seconds come one cycle late, beside the size of the cycle that took them."""
+    learnt: list[tuple[int, float]] = []
+
+    class Spy(OnlineCost):
+        def learn(self, positions: int, seconds: float, predicted: float) -> None:
+            learnt.append((positions, seconds))
+            super().learn(positions, seconds, predicted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("blockpilot.policies.tree.OnlineCost", Spy)
+        trace = decoded(curve, scripted_time, online=True, n=1)[0]
+    assert trace.cycle_s is not None
+    wanted = list(zip(trace.verified, trace.cycle_s, strict=True))[: len(learnt)]
+    assert len(learnt) == len(trace.verified) - 2
+    assert len({positions for positions, _ in learnt}) > 3
+    for (positions, seconds), (verified, took) in zip(learnt, wanted, strict=True):
+        assert positions == verified
+        assert seconds == pytest.approx(took)
+
+
+def test_what_follows_a_clock_says_so(curve: str) -> None:
+    drafter: Any = Unsure()
+    names = []
+    for online in (False, True):
+        policy = TreePolicy(nodes=7, cost=curve, fit="roofline", online=online)
+        policy.bind(tiny_target(), drafter)
+        names.append(policy.fingerprint)
+    assert names[1] == f"{names[0]}-online"
+    with pytest.raises(UserError, match=r"policy\.online=true: .* give policy\.cost"):
+        TreePolicy(nodes=7, cost=None, fit=None, online=True)
