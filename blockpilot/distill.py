@@ -92,8 +92,13 @@ def run(cfg: DistillConfig) -> Path:
     processes = PartialState(cpu=target.device.type == "cpu", timeout=WAIT)
     # Left alone, a rank that ends while another's threads still talk to it can abort that one.
     atexit.register(processes.destroy_process_group)
-    weights = {"target": cfg.model.name, "target_fingerprint": target.fingerprint}
-    keep_settings(folder / "target.json", weights, what="answers and a drafter")
+    made_for = {
+        "target": cfg.model.name,
+        "seed": cfg.seed,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "target_fingerprint": target.fingerprint,
+    }
+    keep_settings(folder / "target.json", made_for, what="responses")
     start = continued(cfg, target)
     layers = layers_read(cfg, target, start)
     prompts = _prompts(cfg, target, folder, processes)

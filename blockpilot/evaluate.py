@@ -184,7 +184,8 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
     if set(records["dtype"]) == {origin.settings["dtype"]}:  # else the bits differ by rounding
         alike["target_fingerprint"] = origin.settings["target_fingerprint"]
     for what, wanted in {"mode": "decode", "split": TEST, **alike}.items():
-        if other := set(records[what]) - {wanted}:
+        found = {None if pd.isna(value) else value for value in records[what].unique()}
+        if other := found - {wanted}:
             raise UserError(f"timed={cfg.timed}: {what} {other.pop()}, wanted is {wanted}")
     # Other drafters and other ways to cut a block may stand beside the pair that was learnt on.
     same = records[(records["policy"] == "fixed") & (records["drafter"] != NO_DRAFTER)]

@@ -33,6 +33,7 @@ from blockpilot.paths import conf_dir
 from blockpilot.prompts.base import UNASSIGNED, Prompt
 from blockpilot.prompts.splits import split_of_hash
 from blockpilot.runtime import seed_everything
+from blockpilot.training.responses import ResponseSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = 128
@@ -204,3 +205,23 @@ def distill_prompts(folder: Path, n_distill: int = 7, n_validation: int = 3) -> 
     """A file of prompts that fall into the two splits which the stage reads."""
     texts = [*texts_of("distill", n_distill), *texts_of("validation", n_validation)]
     return write_prompts(folder / "prompts.jsonl", texts)
+
+
+def response_settings(
+    temperature: float, seed: int, budget: int, layers: tuple[int, ...], batch_size: int
+) -> ResponseSettings:
+    """Settings of stored responses of a tiny target in float64."""
+    return ResponseSettings(
+        target="t",
+        target_fingerprint="abc",
+        tokenizer="def",
+        revision=None,
+        dtype="float64",
+        thinking=None,
+        template_date="2025-01-01",
+        temperature=temperature,
+        seed=seed,
+        max_new_tokens=budget,
+        feature_layers=layers,
+        batch_size=batch_size,
+    )

@@ -34,10 +34,14 @@ METHODS = {
     "policy": ("bind", "start", "plan", "next", "observe"),
     "method": ("bind", "start", "plan", "next", "observe"),
 }
+BY_COST = ("libraspec-exact", "caddtree", "bastion", "bastion-online")
 PATH = {
     "policy-blockpilot": ["policy.path=x"],
     "method-blockpilot": ["policy.path=x"],
-    **{f"method-{name}": ["policy.cost=x"] for name in ("libraspec-exact", "caddtree", "bastion")},
+    **{
+        f"method-{name}": ["policy.cost=x"]
+        for name in ("libraspec-exact", "caddtree", "bastion", "bastion-online")
+    },
 }
 
 

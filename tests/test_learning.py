@@ -244,12 +244,15 @@ def test_every_input_and_label_trains_and_decodes_plain_decodings_text(
     assert set(trace.verified) <= {15, 16, 17}
 
 
+SETTINGS = {"target_fingerprint": "abc", "dtype": "float32"}
+
+
 def separable(n: int, seed: int) -> Any:
     """Examples whose best size shows in one logit."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, 12, generator=generator)
     gains = torch.stack([logits[:, 3], torch.zeros(n), -logits[:, 3]], dim=1).double() + 3
-    origin = Origin((6, 8, 10), "t", 1000, "d", "draft", "argmax", "tau", 0.1, (), {}, None)
+    origin = Origin((6, 8, 10), "t", 1000, "d", "draft", "argmax", "tau", 0.1, (), SETTINGS, None)
     names = [str(index) for index in range(n)]
     return Examples(
         origin,
@@ -394,7 +397,18 @@ def test_features_by_hand() -> None:
 def test_the_papers_net_has_the_papers_size() -> None:
     """V = 151,936, width 2048, five sizes: 315,373,573 parameters."""
     config = PredictorConfig(
-        (14, 15, 16, 17, 18), "draft", "logits", 2048, 2, 0.2, "qwen3-4b", None, 151_936, 2560
+        sizes=(14, 15, 16, 17, 18),
+        block_mode="draft",
+        features="logits",
+        hidden=2048,
+        depth=2,
+        dropout=0.2,
+        target="qwen3-4b",
+        target_fingerprint="",
+        dtype="bfloat16",
+        drafter=None,
+        vocab_size=151_936,
+        hidden_size=2560,
     )
     with torch.device("meta"):
         assert parameters_of(BlockSizeNet(config)) == 315_373_573

@@ -186,6 +186,7 @@ def test_oracle_tau_is_the_block_size(tied: bool, padded_rows: int) -> None:
 
 def test_a_batch_is_refused_before_any_forward() -> None:
     method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
+    method.bind(tiny_target())
     with pytest.raises(UserError, match="one prompt at a time"):
         decode(tiny_target(), method, [PROMPT, PROMPT], sampler(), 4)  # type: ignore[list-item]
 

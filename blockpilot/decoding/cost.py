@@ -168,17 +168,14 @@ def cost_settings(target: TargetModel, drafter: Drafter) -> dict[str, Any]:
 
 
 def _problem(point: CostPoint) -> str | None:
-    """The first value of a point that cannot be, with what is allowed; None for a good one."""
+    """The first number of a point that cannot be, with what is allowed; None for a good one."""
     for name, value in asdict(point).items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name == "tree":
-            good, allowed = isinstance(value, bool), "true or false"
-        elif name in ("block_size", "context", "repeats"):
-            good, allowed = isinstance(value, int) and number and value >= 1, "an integer >= 1"
+        if name in ("block_size", "context", "repeats"):
+            good, allowed = value >= 1, "an integer >= 1"
         elif name == "cycle_s":
-            good, allowed = number and 0 < value < math.inf, "seconds > 0"
+            good, allowed = value > 0, "seconds > 0"
         else:
-            good, allowed = number and 0 <= value < math.inf, "seconds >= 0"
+            good, allowed = value >= 0, "seconds >= 0"
         if not good:
             return f"{name}={value}: allowed is {allowed}"
     return None

@@ -57,7 +57,7 @@ def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float |
                 if "_target_" in each
             ]
             kept = max([TOP, *(policy.candidates for policy in policies)])
-            kept = min(kept, shape["vocab_size"])
+            kept = min(kept, shape.vocab_size)
             # Slots of a block are unknown before the drafter is loaded: 16 is the published size.
             per_turn += 16 * budget * (4 + 6 * kept)
     plan["GB on disk, at most"] = round(turns * per_turn / 1e9, 3)
