@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,57 @@ def test_a_point_that_cannot_be_is_refused_with_its_file(
     told = rf"cost\.json: point 1 has {key}={value}: allowed is {allowed}"
     with pytest.raises(UserError, match=told):
         load_cost(file, {})
+
+
+# --- a curve read between its points -------------------------------------------------------------
+
+
+def points() -> list[CostPoint]:
+    costs = {(1, 100): 2.0, (1, 200): 4.0, (9, 100): 10.0, (9, 200): 12.0}
+    rest = (0.0,) * 6  # quartiles and parts
+    return [CostPoint(*cell, 3, seconds, *rest) for cell, seconds in costs.items()]
+
+
+def test_the_least_certain_median_says_what_a_curve_can_tell_apart() -> None:
+    rest = (0.0, 0.0, 0.0, 0.0)
+    sure = CostPoint(1, 100, 25, 2.0, 2.0, 2.0, *rest)
+    # Quartiles of a normal distribution with sigma 0.2 about 2: 0.2 / 5 times 1.2533, over 2.
+    unsure = CostPoint(8, 100, 1001, 2.0, 1.8651, 2.1349, *rest)
+    wanted = 0.2 / math.sqrt(1001) * math.sqrt(math.pi / 2) / 2
+    assert CostCurve({}, {}, [sure]).uncertainty() == 0
+    assert CostCurve({}, {}, [sure, unsure]).uncertainty() == pytest.approx(wanted, rel=0.02)
+    # Of three numbers the quartiles lie closer: 0.846 sigma apart, and their median errs by 0.67.
+    three = CostPoint(8, 100, 3, 1.0, 1.0, 1.0846, *rest)
+    assert CostCurve({}, {}, [three]).uncertainty() == pytest.approx(0.067, rel=0.02)
+    once = CostPoint(8, 100, 1, 1.0, 1.0, 1.0, *rest)
+    assert math.isnan(CostCurve({}, {}, [once]).uncertainty()), "nothing is known of its spread"
+
+
+def test_a_prediction_counts_the_reading_of_the_prompt_once() -> None:
+    rest = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    points = [
+        CostPoint(size, context, 3, 1.0, *rest, start_s=0.0 if size == 1 else context / 100)
+        for size in (1, 8)
+        for context in (100, 200)
+    ]
+    curve = CostCurve({}, {}, points)
+    plain = Trace(committed=[1, 1], verified=[1, 1], drafted=[0, 0])
+    assert curve.predicted(plain, 150, trees=False) == {"predicted_decode_s": 2}
+    drafted = Trace(committed=[3, 1, 2], verified=[8, 1, 8], drafted=[7, 0, 7])
+    assert curve.predicted(drafted, 150, trees=False) == {"predicted_decode_s": 3 + 1.5}
+
+
+def test_costs_are_linear_between_what_was_measured() -> None:
+    curve = CostCurve({}, {}, points())
+    assert curve.seconds(1, 100) == 2
+    assert curve.seconds(1, 150) == 3
+    assert curve.seconds(5, 100) == 6
+    assert curve.seconds(5, 150) == 7
+    assert curve.seconds(9, 5) == 10, "the nearest context"
+    trace = Trace(committed=[50, 50, 1], verified=[1, 9, 9], drafted=[0, 8, 8])
+    assert curve.predicted(trace, 100, trees=False) == {"predicted_decode_s": 2 + 11 + 12}
+    with pytest.raises(UserError, match=r"no cost for block size 10: the curve holds 1\.\.9"):
+        curve.seconds(10, 100)
 
 
 # --- curves that follow the run -------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -49,6 +50,9 @@ def asked(lengths: Sequence[int]) -> list[Request]:
         ids = [(7 * number + 3 * place) % 50 + 5 for place in range(length)]
         made.append(Request(Prompt(f"s/{number}", "s", (f"text {number}",), DISTILL), ids))
     return made
+
+
+MODEL: Any = SimpleNamespace(thinking=None, template_date="2025-01-01")
 
 
 def settings(temperature: float, layers: tuple[int, ...] = LAYERS) -> ResponseSettings:
@@ -157,8 +161,8 @@ def test_without_stored_features_a_corpus_has_none(tmp_path: Path) -> None:
 def test_any_prefix_of_the_requests_is_the_same_and_batches_lose_none() -> None:
     prompts = [Prompt(f"s/{n}", "s", (f"text {'x' * n}",), DISTILL) for n in range(50)]
     target = tiny_target()
-    few = requests(target, prompts, None, 20)
-    assert few == requests(target, prompts[::-1], None, None)[:20]
+    few = requests(target, prompts, MODEL, 20)
+    assert few == requests(target, prompts[::-1], MODEL, None)[:20]
     for ready in (few, few[:7]):
         made = batches(ready, 3)
         assert [len(batch) for batch in made[:-1]] == [3] * (len(made) - 1)

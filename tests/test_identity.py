@@ -109,7 +109,7 @@ def test_distill_does_not_learn_from_another_models_answers(
     performed(distill.run, "distill", *arguments)
     other_weights()
     told = refused(distill.run, "distill", *arguments)
-    assert "answers and a drafter in" in told
+    assert "responses in" in told
     assert "made with target_fingerprint=" in told
 
 

@@ -181,7 +181,9 @@ def test_each_difference_stands_beside_its_own_baseline(tmp_path: Path) -> None:
 def test_an_evaluation_of_another_version_is_refused(tmp_path: Path) -> None:
     line = {name: value for name, value in gained("x", 0.1).items() if name != "baseline"}
     folder = evaluated(tmp_path / "evaluate" / "e", line)
-    with pytest.raises(UserError, match=r"evaluation\.csv lacks the column baseline"):
+    with pytest.raises(
+        UserError, match=r"evaluation\.csv: no readable table \(no column baseline\)"
+    ):
         reported(tmp_path, folder)
 
 
@@ -262,7 +264,7 @@ def test_a_verdict_rests_on_what_was_measured(tmp_path: Path) -> None:
     for prompt in range(4):
         settings = make_settings(prompt, 8, method="blockpilot", policy="blockpilot@12ab")
         trace = make_trace([8, 8], decode_s=0.1 * (1 + 0.1 * prompt))
-        rows.append(ok_row(settings, trace, n_prompt_tokens=3))
+        rows.append(ok_row(settings, trace, prompt_ids=range(3)))
     (told,) = of_timed(timed_table(stored(tmp_path / "b", rows), "dflash4"))
     assert told.startswith("the learned size blockpilot is 4.00 times as fast as dflash4 (4.00 to")
     assert told.endswith("by measured time: faster with 4 prompts")

@@ -146,6 +146,7 @@ def test_a_full_disk_stops_in_one_line_and_loses_nothing(
 
     def appending(store: Any, rows: Any) -> None:
         append(store, rows)
+        rows = list(rows)
         stored.append(rows[0]["prompt_id"])
 
     monkeypatch.setattr(os, "fsync", full)

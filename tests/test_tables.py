@@ -119,7 +119,7 @@ def test_every_ratio_follows_from_the_times_beside_it(tmp_path: Path) -> None:
 
 
 def test_the_tracker_gets_the_figures_of_the_table_by_name(tmp_path: Path) -> None:
-    cut = ok_row(make_settings(0, 8, block_mode="verify"), make_trace([2] * 8), n_prompt_tokens=3)
+    cut = ok_row(make_settings(0, 8, block_mode="verify"), make_trace([2] * 8), prompt_ids=range(3))
     table = sweep_table(stored(tmp_path, [*rows_of(0), *rows_of(1), cut]))
     figures = figures_of(table)
     four = table.set_index("method").loc["dflash4"]
