@@ -145,8 +145,8 @@ def test_a_full_disk_stops_in_one_line_and_loses_nothing(
         fsync(descriptor)
 
     def appending(store: Any, rows: Any) -> None:
-        append(store, rows)
         rows = list(rows)
+        append(store, rows)
         stored.append(rows[0]["prompt_id"])
 
     monkeypatch.setattr(os, "fsync", full)
