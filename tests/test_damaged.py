@@ -35,8 +35,8 @@ from blockpilot.records.prefill import Prefill, read_prefill, save_prefill
 from blockpilot.records.replays import Text, read_replay, save_replay
 from blockpilot.records.store import read_manifests, read_records
 from blockpilot.records.texts import read_prompts, save_prompts
-from blockpilot.report import evaluation_sections
-from blockpilot.reporting.evaluation import COMPARED, COMPARED_BY
+from blockpilot.report import Run, evaluation_sections
+from blockpilot.reporting.evaluation import COMPARED, EVALUATED
 from blockpilot.reporting.replayed import curve_of
 from blockpilot.training.corpus import Corpus
 from blockpilot.training.examples import load_examples, save_examples
@@ -169,7 +169,7 @@ def cost(folder: Path) -> Path:
 
 
 def report(file: Path) -> object:
-    return list(evaluation_sections(file.parent))
+    return list(evaluation_sections(Run(file.parent, "evaluate", "e")))
 
 
 @kind(
@@ -179,7 +179,7 @@ def report(file: Path) -> object:
     text=lambda table: table.assign(gain="much"),
 )
 def evaluation(folder: Path) -> Path:
-    line = {"prompt_set": "all", "method": "net", "unit": "tau", "fixed_size": 8, "gain": 2.0}
+    line = dict.fromkeys(EVALUATED, 1.0) | {"prompt_set": "all", "method": "net", "unit": "tau"}
     pd.DataFrame([line]).to_csv(folder / "evaluation.csv", index=False)
     return folder / "evaluation.csv"
 
@@ -192,7 +192,8 @@ def evaluation(folder: Path) -> Path:
 )
 def timed(folder: Path) -> Path:
     evaluation(folder)
-    line = dict.fromkeys(COMPARED_BY, "x") | dict.fromkeys(COMPARED, 1.0)
+    words = ("set", "method", "block_mode", "policy", "best_fixed")
+    line = dict.fromkeys(COMPARED, 1.0) | dict.fromkeys(words, "x")
     pd.DataFrame([line]).to_csv(folder / "timed.csv", index=False)
     return folder / "timed.csv"
 
