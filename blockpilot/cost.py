@@ -154,6 +154,12 @@ def cost_methods(cfg: CostConfig, drafter: Drafter, target: Target) -> dict[Cell
         )
     for method in methods.values():
         method.bind(target)
+    # Without drafts a block of any size is one position: the curve would say what was not measured.
+    if drafter.trained_block_size is None and set(cfg.sizes) - {1}:
+        raise UserError(
+            f"sizes={list(cfg.sizes)}: drafter {drafter.name} has no block size but 1; give "
+            "sizes=[1], or a drafter"
+        )
     return methods
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from blockpilot.errors import UserError
+from blockpilot.stored import first_line
 
 
 def folder_of(what: str, place: str, *, pickles: bool = False) -> Path:
@@ -21,8 +22,7 @@ def folder_of(what: str, place: str, *, pickles: bool = False) -> Path:
         wanted = ["config.json", "*.safetensors", *(["*.bin"] if pickles else [])]
         return Path(snapshot_download(place, allow_patterns=wanted))
     except Exception as error:  # the hub client raises a dozen unrelated kinds
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{what}: neither a folder nor reachable on the hub ({first_line}); give a local "
-            "folder or fill HF_HOME"
+            f"{what}: neither a folder nor reachable on the hub ({first_line(error)}); give a "
+            "local folder or fill HF_HOME"
         ) from error

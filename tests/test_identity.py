@@ -183,6 +183,19 @@ def test_a_folder_alone_is_loaded_named_and_decoded_without_a_drafter(
     assert plan.empty
 
 
+@pytest.mark.parametrize(
+    ("sizes", "trees", "told"),
+    [("[1,8]", "[]", "has no block size but 1"), ("[1]", "[8]", "has no slot marginals")],
+)
+def test_no_cost_of_a_block_is_measured_without_a_drafter(
+    folder: Path, sizes: str, trees: str, told: str
+) -> None:
+    arguments = [f"model.repo={folder}", "device=cpu", "threads=1", "run_id=run", "tracker=none"]
+    arguments += [f"sizes={sizes}", f"trees={trees}", f"paths.outputs={folder.parent}"]
+    assert f"drafter none {told}" in refused(cost.run, "cost", *arguments)
+    assert not list(folder.parent.rglob("cost.json"))
+
+
 def test_a_folder_with_a_named_drafter_decodes_with_it(folder: Path) -> None:
     given = [f"model.repo={folder}", "run_id=x", "drafter.checkpoint=random"]
     cfg = composed("generate", *given)

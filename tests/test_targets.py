@@ -108,8 +108,11 @@ def test_logits_that_are_not_the_heads_output_are_refused(monkeypatch: pytest.Mo
         check_target(target)
 
 
-def test_a_cache_that_is_not_rolled_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("qwen3", seed=4)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_cache_that_is_not_rolled_back_is_refused(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    target = tiny_target("qwen3", seed=4, dtype=dtype)
     check_target(target)
     cache = target.new_cache(16)
     monkeypatch.setattr(type(cache), "rollback", lambda self, keep: None)

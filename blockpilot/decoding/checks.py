@@ -14,14 +14,16 @@ from torch import Tensor
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Branches
 from blockpilot.errors import UserError
+from blockpilot.stored import first_line
 
 _LENGTH = 8  # positions of the trial
 _KEPT = 3  # of them before the rollback
 _KINDS = {"full_attention", "sliding_attention"}
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-_TOLERANCE_16_BIT = 0.25
-"""Allowed distance of two ways to the same logits, as a share of their size. Rounding moves 16-bit
-logits by a few hundredths; a forgotten or doubled position moves them by their own size."""
+_TOLERANCE_16_BIT = 0.04
+"""Allowed distance of two ways to the same logits, as a share of their size. Rounding to bfloat16
+moves those of tiny models of 34 families by 0.02 at most and of SmolLM2-135M by 0.01; there one
+position forgotten by the cache moves them by 0.07, one that is not rolled back by 0.17."""
 
 
 @torch.inference_mode()
@@ -36,9 +38,8 @@ def check_target(target: Target) -> None:
     try:
         problem = _tried(target)
     except Exception as error:  # whatever a foreign model raises when it is not what we assume
-        first_line = (str(error).strip().splitlines() or [""])[0]
         raise UserError(
-            f"{kind}: the decode loop cannot run it ({type(error).__name__}: {first_line})"
+            f"{kind}: the decode loop cannot run it ({type(error).__name__}: {first_line(error)})"
         ) from error
     finally:
         target.capture(())

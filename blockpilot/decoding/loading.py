@@ -34,6 +34,7 @@ from blockpilot.decoding.target import Target
 from blockpilot.devices import pick_device, pick_dtype
 from blockpilot.errors import UserError
 from blockpilot.paths import cache_dir
+from blockpilot.stored import first_line
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def _pretrained(
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
     except _UNREADABLE as error:
         raise UserError(
-            f"cannot load {source} ({_first_line(error)}); give model.repo a local folder, or make "
+            f"cannot load {source} ({first_line(error)}); give model.repo a local folder, or make "
             "the hub reachable or HF_HOME a filled cache"
         ) from error
     # transformers draws what a checkpoint lacks at random, and only logs it.
@@ -88,10 +89,6 @@ def _pretrained(
         first = min(found["unexpected_keys"])
         log.warning("%s: weights that its architecture does not use, first %s", source, first)
     return network, tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def config_of(model: ModelConfig) -> PretrainedConfig:
@@ -122,7 +119,7 @@ def _random(
                 config, dtype=dtype, attn_implementation=attention
             )
     except ValueError as error:
-        raise UserError(f"it cannot be built ({_first_line(error)})") from error
+        raise UserError(f"it cannot be built ({first_line(error)})") from error
     return network, byte_tokenizer()
 
 
@@ -181,7 +178,7 @@ def _convert_gguf(file: Path, done: Path) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"cannot write the converted model to {done} ({_first_line(error)})"
+            f"cannot write the converted model to {done} ({first_line(error)})"
         ) from error
 
 
@@ -197,6 +194,6 @@ def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:  # the reader checks little, a broken file fails anywhere in it
-        raise UserError(f"cannot read the GGUF file {file} ({_first_line(error)})") from error
+        raise UserError(f"cannot read the GGUF file {file} ({first_line(error)})") from error
     network.config.quantization_config = None
     return network, tokenizer

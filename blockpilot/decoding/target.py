@@ -27,6 +27,11 @@ log = logging.getLogger(__name__)
 _FEW = 64
 
 
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits softly held under a cap, any shape."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 @dataclass(frozen=True)
 class LogitShape:
     """What a model does to its LM head's output: times `scale`, then softly held under `cap`."""
@@ -45,7 +50,7 @@ class LogitShape:
         """Logits of the head's output, any shape."""
         if self.scale != 1:
             raw = raw * self.scale
-        return raw if self.cap is None else torch.tanh(raw / self.cap) * self.cap
+        return capped(raw, self.cap)
 
 
 class Target:
@@ -106,7 +111,8 @@ class Target:
         """
         if self._head.bias is not None:
             raise UserError(f"model {self.name}: its LM head has a bias; training knows none")
-        return self._head.weight * self.logit_shape.scale
+        rows, scale = self._head.weight, self.logit_shape.scale
+        return rows if scale == 1 else rows * scale  # the largest matrix: no copy for nothing
 
     @cached_property
     def fingerprint(self) -> str:

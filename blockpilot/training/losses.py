@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockpilot.decoding.target import capped
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -95,8 +97,3 @@ def cross_entropies(
     else:
         agreed = (expected * logits).sum(dim=-1)
     return hard, normalizer - agreed - expected_offset
-
-
-def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Logits softly held under a cap."""
-    return logits if cap is None else torch.tanh(logits / cap) * cap
