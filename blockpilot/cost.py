@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hydra
 import numpy as np
 import torch
 from hydra.utils import instantiate
@@ -26,28 +25,26 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from blockpilot.config import CostConfig
-from blockpilot.decoding.cost import PARTS, CostCurve, CostPoint, cost_settings, load_cost
-from blockpilot.decoding.engine import with_engine
-from blockpilot.decoding.loading import load_target
+from blockpilot.app.config import CostConfig
+from blockpilot.app.job import stage
+from blockpilot.app.target import load_target
+from blockpilot.app.terminal import show_estimate
+from blockpilot.app.tracking import tracked
+from blockpilot.base.errors import UserError
+from blockpilot.base.files import replace_file
+from blockpilot.base.provenance import facts
+from blockpilot.costs.curve import PARTS, CostCurve, CostPoint, cost_settings, load_cost
 from blockpilot.decoding.loop import Method, check_prompt, decode
 from blockpilot.decoding.protocols import Drafter
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Trace
+from blockpilot.decoding.verify import verify
 from blockpilot.drafters.none import NoDrafter
-from blockpilot.errors import UserError
-from blockpilot.paths import conf_dir
 from blockpilot.policies.blockpilot import BlockSizePolicy
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.policies.tree import TreePolicy
-from blockpilot.provenance import facts
-from blockpilot.records.files import replace_file
-from blockpilot.reporting.tables import show_plan
-from blockpilot.runtime import stage
-from blockpilot.tracking import tracked
-from blockpilot.training.settings import keep_settings
-from blockpilot.verify.tree import verify
+from blockpilot.records.settings import keep_settings
 
 log = logging.getLogger("blockpilot.cost")  # __name__ is __main__ under python -m
 
@@ -71,7 +68,7 @@ def run(cfg: CostConfig) -> CostCurve:
     n_cells = (len(set(cfg.sizes)) + len(set(cfg.trees))) * len(contexts)
     n_decodes = n_cells * (cfg.repeats + 1)
     if cfg.plan:
-        show_plan(
+        show_estimate(
             {
                 "decodes": n_decodes,
                 "target forwards, at most": n_decodes * cfg.decoding.max_new_tokens,
@@ -82,7 +79,7 @@ def run(cfg: CostConfig) -> CostCurve:
     if cfg.decoding.max_new_tokens < 2:
         raise UserError("decoding.max_new_tokens: a cycle needs a token after the first, give >= 2")
     tracker = instantiate(cfg.tracker, _convert_="all")
-    target = with_engine(load_target(cfg), cfg.engine)
+    target = load_target(cfg)
     target.stop_ids = frozenset()  # the text is noise; nothing may end it early
     drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
     methods = cost_methods(cfg, drafter, target)
@@ -251,10 +248,7 @@ def cost_table(curve: CostCurve) -> Table:
     return table
 
 
-@stage(
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="cost"),
-    CostConfig,
-)
+@stage("cost", CostConfig)
 def main(cfg: CostConfig) -> None:
     """Entry point."""
     run(cfg)

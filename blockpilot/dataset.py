@@ -11,19 +11,17 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import hydra
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from blockpilot import labels
-from blockpilot.config import DatasetConfig
-from blockpilot.errors import UserError
-from blockpilot.paths import conf_dir
+from blockpilot.app.config import DatasetConfig
+from blockpilot.app.job import stage
+from blockpilot.base.errors import UserError
+from blockpilot.predictor.examples import Examples, gather, save_examples
 from blockpilot.prompts.base import SPLITS
 from blockpilot.records.store import read_records
-from blockpilot.runtime import stage
-from blockpilot.training.examples import Examples, gather, save_examples
+from blockpilot.stats import labels
 
 log = logging.getLogger("blockpilot.dataset")  # __name__ is __main__ under python -m
 
@@ -97,10 +95,7 @@ def _figures(examples: Examples) -> dict[str, str]:
     return figures
 
 
-@stage(
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="dataset"),
-    DatasetConfig,
-)
+@stage("dataset", DatasetConfig)
 def main(cfg: DatasetConfig) -> None:
     """Entry point."""
     run(cfg)

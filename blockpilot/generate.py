@@ -22,18 +22,17 @@ import torch
 from hydra.utils import instantiate
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from blockpilot.config import GenerateConfig, typed
-from blockpilot.decoding.engine import with_engine
-from blockpilot.decoding.loading import load_target
+from blockpilot.app.config import GenerateConfig, typed
+from blockpilot.app.job import stage
+from blockpilot.app.target import load_target
+from blockpilot.base.errors import UserError
+from blockpilot.base.paths import conf_dir
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.types import Trace
-from blockpilot.errors import UserError
-from blockpilot.paths import conf_dir
+from blockpilot.decoding.verify import verify
 from blockpilot.prompts.base import UNASSIGNED, Prompt
 from blockpilot.prompts.render import render
-from blockpilot.runtime import stage
-from blockpilot.verify.tree import verify
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Pair:
         drafter = instantiate(cfg.drafter, _convert_="all")
         policy = instantiate(cfg.policy, _convert_="all")
         self.method = Method(drafter, policy, verify)
-        self.target = with_engine(load_target(cfg), cfg.engine)
+        self.target = load_target(cfg)
         self.method.bind(self.target)
 
     def answer(self, prompt: str, show: Callable[[str], object] = lambda text: None) -> Answer:
@@ -144,10 +143,7 @@ def run(cfg: GenerateConfig) -> Answer:
     return answer
 
 
-@stage(
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="generate"),
-    GenerateConfig,
-)
+@stage("generate", GenerateConfig)
 def main(cfg: GenerateConfig) -> None:
     """Entry point."""
     run(cfg)

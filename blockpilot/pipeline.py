@@ -12,7 +12,6 @@ changed runs again with all after it.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import logging
@@ -28,20 +27,20 @@ from types import ModuleType
 from typing import Any, get_type_hints
 
 import hydra
-import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from blockpilot.config import JobConfig, PipelineConfig, as_typed, explain, typed
-from blockpilot.errors import UserError
-from blockpilot.paths import conf_dir
-from blockpilot.records.files import make_folder, replace_file
-from blockpilot.runtime import IncompleteError, obstacle, seed_everything, stage, write_status
-from blockpilot.stored import first_line, fitted
-from blockpilot.sweeping.plan import mode_of
+from blockpilot.app.config import JobConfig, PipelineConfig, as_typed, explain, typed
+from blockpilot.app.help import stage_module
+from blockpilot.app.job import perform, run_job, stage
+from blockpilot.base.errors import IncompleteError, UserError
+from blockpilot.base.files import make_folder, replace_file
+from blockpilot.base.json_values import first_line, fitted
+from blockpilot.base.paths import conf_dir
+from blockpilot.sweep.plan import mode_of
 
 log = logging.getLogger("blockpilot.pipeline")  # __name__ is __main__ under python -m
 
@@ -128,7 +127,7 @@ def _store(file: Path, done: Sequence[Step]) -> None:
 
 
 def _module(stage_name: str) -> ModuleType:
-    return importlib.import_module(f"blockpilot.{stage_name}")
+    return importlib.import_module(stage_module(stage_name))
 
 
 def _composed(words: Sequence[str]) -> Any:
@@ -165,21 +164,7 @@ def _perform(words: Sequence[str], cfg: JobConfig) -> None:
     """Run a command as its own `main` would, its status in the folder of its results."""
     folder = Path(cfg.paths.outputs) / words[0] / cfg.run_id
     make_folder(folder)
-    threads = torch.get_num_threads()
-    write_status(folder, "running", list(words[1:]))
-    try:
-        seed_everything(cfg.seed)
-        torch.set_num_threads(cfg.threads or threads)
-        _module(words[0]).run(cfg)
-    except BaseException as error:
-        told = obstacle(error) if isinstance(error, Exception) else "interrupted"
-        write_status(folder, "failed", list(words[1:]), told)
-        raise
-    finally:
-        torch.set_num_threads(threads)
-        gc.collect()  # the model of this step must be gone before the next one loads its own
-        torch.cuda.empty_cache()
-    write_status(folder, "done", list(words[1:]))
+    run_job(folder, words[1:], lambda: perform(_module(words[0]).run, cfg))
 
 
 def _show(steps: Sequence[Step]) -> None:
@@ -190,10 +175,7 @@ def _show(steps: Sequence[Step]) -> None:
     Console().print(table)
 
 
-@stage(
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="pipeline"),
-    PipelineConfig,
-)
+@stage("pipeline", PipelineConfig)
 def main(cfg: PipelineConfig) -> None:
     """Entry point."""
     run(cfg)

@@ -14,32 +14,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from blockpilot import labels
-from blockpilot.config import TrainConfig
-from blockpilot.devices import pick_device
-from blockpilot.errors import UserError
-from blockpilot.paths import conf_dir
-from blockpilot.policies.blockpilot_net import BlockSizeNet, parameters_of, save_predictor
-from blockpilot.prompts.base import POLICY, VALIDATION
-from blockpilot.records.files import make_folder
-from blockpilot.runtime import stage
-from blockpilot.tracking import tracked
-from blockpilot.training.examples import Examples, load_examples
-from blockpilot.training.predictor import (
+from blockpilot.app.config import TrainConfig
+from blockpilot.app.job import stage
+from blockpilot.app.tracking import tracked
+from blockpilot.base.devices import pick_device
+from blockpilot.base.errors import UserError
+from blockpilot.base.files import make_folder
+from blockpilot.predictor.examples import Examples, load_examples
+from blockpilot.predictor.net import BlockSizeNet, parameters_of, save_predictor
+from blockpilot.predictor.trainer import (
+    Optimisation,
     PredictorTrainer,
     data_of,
     new_config,
     regret,
     seconds_per_prediction,
 )
-from blockpilot.training.settings import keep_settings
+from blockpilot.prompts.base import POLICY, VALIDATION
+from blockpilot.records.settings import keep_settings
+from blockpilot.stats import labels
 
 log = logging.getLogger("blockpilot.train")  # __name__ is __main__ under python -m
 
@@ -62,14 +61,14 @@ def run(cfg: TrainConfig) -> Path:
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     shaping = {k: v for k, v in settings.items() if k not in ("tracker", "paths", "threads")}
     keep_settings(folder / "training.json", shaping, what="a predictor")
-    net = BlockSizeNet(new_config(cfg, examples))
+    net = untrained(cfg, examples)
     kind, sharpness = cfg.predictor.features, examples.origin.sharpness
     train, validation = (data_of(part, kind, sharpness, device) for part in (learnt, held_out))
-    trainer = PredictorTrainer(net, cfg, folder, device)
+    trainer = PredictorTrainer(net, optimisation(cfg), folder, device)
     trainer.resume(examples.digest())
     tracker = instantiate(cfg.tracker, _convert_="all")
     with tracked(tracker, folder, config=settings, rank=0):
-        trainer.run(train, validation, tracker)
+        trainer.run(train, validation, lambda curves, epoch: tracker.log(curves, step=epoch))
         save_predictor(net, folder / "predictor")
         fixed = labels.best_fixed(learnt.gains.numpy())
         best = validation.gains.max(dim=1).values
@@ -97,16 +96,38 @@ def run(cfg: TrainConfig) -> Path:
     return folder / "predictor"
 
 
+def untrained(cfg: TrainConfig, examples: Examples) -> BlockSizeNet:
+    """The predictor that a configuration asks for, before its first step."""
+    shape = cfg.predictor
+    config = new_config(
+        examples,
+        features=shape.features,
+        hidden=shape.hidden,
+        depth=shape.depth,
+        dropout=shape.dropout,
+        data=cfg.dataset,
+    )
+    return BlockSizeNet(config)
+
+
+def optimisation(cfg: TrainConfig) -> Optimisation:
+    """How a configuration wants it trained."""
+    return Optimisation(
+        epochs=cfg.epochs,
+        patience=cfg.patience,
+        batch_size=cfg.batch_size,
+        learning_rate=cfg.learning_rate,
+        seed=cfg.seed,
+    )
+
+
 def shuffled(examples: Examples, seed: int) -> Examples:
     """The same prompts with each other's gains: nothing is left to learn."""
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
     return replace(examples, gains=examples.gains[order])
 
 
-@stage(
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train"),
-    TrainConfig,
-)
+@stage("train", TrainConfig)
 def main(cfg: TrainConfig) -> None:
     """Entry point."""
     run(cfg)

@@ -22,17 +22,17 @@ from bench_peers import bench_peers
 from bench_replay import bench_replay
 from rich.console import Console
 
+from blockpilot.base.errors import UserError
+from blockpilot.base.files import make_folder, replace_file
+from blockpilot.base.launch import run_id
+from blockpilot.base.provenance import facts
 from blockpilot.decoding.loop import Method
+from blockpilot.decoding.verify import verify
 from blockpilot.drafters.none import NoDrafter
-from blockpilot.errors import UserError
 from blockpilot.generate import open_pair
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.bundled import BundledSet
 from blockpilot.prompts.render import render
-from blockpilot.provenance import facts
-from blockpilot.records.files import make_folder, replace_file
-from blockpilot.runtime import run_id
-from blockpilot.verify.tree import verify
 
 N_PROMPTS, N_PEERS, N_REPLAYED = 8, 12, 16
 FORMATS = dict.fromkeys(("maths", "chat", "code"), "{turn}")

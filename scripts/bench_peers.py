@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
+from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.dflash_net import DFlashNetwork
 from blockpilot.drafters.prompt_lookup import PromptLookupDrafter
 from blockpilot.generate import Pair
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.reporting.metrics import bootstrap
-from blockpilot.verify.tree import verify
+from blockpilot.stats.metrics import bootstrap
 
 N_TOKENS, LOOKUP, ROUNDS = 48, 7, 2
 

@@ -17,9 +17,9 @@ from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import anchors_per_chunk, free_memory, replay
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.types import Plan, Trace
+from blockpilot.decoding.verify import verify
 from blockpilot.generate import Pair
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.tree import verify
 
 N_TOKENS, RADIUS = 128, 2
 

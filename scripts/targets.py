@@ -23,17 +23,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.checks import check_target
 from blockpilot.decoding.loading import byte_tokenizer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import replay
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
+from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
-from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.tree import verify
 
 DRAFTER: dict[str, Any] = {"checkpoint": "random", "ignore_keys": []}
 LOADS, REFUSED, BROKEN = "Loads", "Refused", "Loads, and breaks a law"

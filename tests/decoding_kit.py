@@ -14,10 +14,10 @@ from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Draft, Trace, Verdict, View
+from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.tree import verify
 
 VOCAB = 61
 KINDS = ("llama", "qwen3", "mistral")  # mistral with a sliding window

@@ -16,24 +16,23 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
-from blockpilot.config import (
+from blockpilot.app.config import (
     CostConfig,
     DatasetConfig,
     DistillConfig,
     EvaluateConfig,
     GenerateConfig,
-    JobConfig,
     PipelineConfig,
     ReportConfig,
     SweepConfig,
     TrainConfig,
     typed,
 )
-from blockpilot.paths import conf_dir
+from blockpilot.app.job import perform
+from blockpilot.base.paths import conf_dir
+from blockpilot.distill.responses import ResponseSettings
 from blockpilot.prompts.base import UNASSIGNED, Prompt
 from blockpilot.prompts.splits import split_of_hash
-from blockpilot.runtime import seed_everything
-from blockpilot.training.responses import ResponseSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = 128
@@ -76,12 +75,10 @@ def composed(stage: str, *overrides: str) -> Any:
 
 def performed(run: Callable[[Any], Result], stage: str, *overrides: str) -> Result:
     """Run a stage's work as its `main` would: seeded, with the threads that it asks for."""
-    cfg: JobConfig = composed(stage, *overrides)
-    seed_everything(cfg.seed)
+    cfg = composed(stage, *overrides)
     threads = torch.get_num_threads()
-    torch.set_num_threads(cfg.threads or threads)
     try:
-        return run(cfg)
+        return perform(run, cfg)
     finally:
         torch.set_num_threads(threads)
 

@@ -10,8 +10,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from stages_kit import SCHEMAS, composed
 
-from blockpilot.config import StageConfig
-from blockpilot.paths import conf_dir
+from blockpilot.app.config import StageConfig
+from blockpilot.base.paths import conf_dir
 
 STAGE = re.compile(r"-m blockpilot\.(\w+) (?:.*)\bexperiment=([\w-]+)")
 GROUPS = {

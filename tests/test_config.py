@@ -16,10 +16,10 @@ from omegaconf.errors import ReadonlyConfigError
 from stages_kit import SCHEMAS
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from blockpilot.config import JobConfig, ModelConfig, StageConfig, typed
-from blockpilot.errors import UserError
-from blockpilot.paths import conf_dir
-from blockpilot.rules import validate
+from blockpilot.app.config import JobConfig, ModelConfig, StageConfig, typed
+from blockpilot.app.rules import validate
+from blockpilot.base.errors import UserError
+from blockpilot.base.paths import conf_dir
 
 MODELS = sorted((conf_dir() / "model").glob("*.yaml"))
 DEFAULT = "smollm2-135m"

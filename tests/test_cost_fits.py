@@ -17,16 +17,16 @@ from omegaconf import OmegaConf
 from test_replay_trees import Unsure
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from blockpilot.base.errors import UserError
+from blockpilot.base.paths import conf_dir
+from blockpilot.costs.curve import CostCurve, CostPoint, cost_settings, load_cost
+from blockpilot.costs.fits import OnlineCost, Roofline, Shapes, most_per_second
 from blockpilot.decoding import loop
-from blockpilot.decoding.cost import CostCurve, CostPoint, cost_settings, load_cost
-from blockpilot.decoding.cost_fits import OnlineCost, Roofline, Shapes, most_per_second
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.timing import Clock
 from blockpilot.decoding.types import Trace
-from blockpilot.errors import UserError
-from blockpilot.paths import conf_dir
+from blockpilot.decoding.verify import verify
 from blockpilot.policies.tree import TreePolicy
-from blockpilot.verify.tree import verify
 
 CONTEXTS = (64, 256, 1024, 2048)
 SMALL, LARGE = (2, 4, 8, 16, 32, 64), (16, 32, 64, 128, 256, 512)

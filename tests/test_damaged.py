@@ -19,30 +19,30 @@ from safetensors.torch import load_file, save_file
 from stages_kit import composed
 from test_learning import separable
 
-from blockpilot import pipeline
+from blockpilot import pipeline, train
+from blockpilot.base.errors import UserError
+from blockpilot.costs.curve import CostCurve, CostPoint, load_cost
 from blockpilot.decoding.anchors import Replay
-from blockpilot.decoding.cost import CostCurve, CostPoint, load_cost
 from blockpilot.decoding.types import Plan
-from blockpilot.errors import UserError
-from blockpilot.policies.blockpilot_net import (
+from blockpilot.distill.corpus import Corpus
+from blockpilot.distill.responses import SCHEMA
+from blockpilot.evaluate.comparison import COMPARED, EVALUATED
+from blockpilot.evaluate.policies import curve_of
+from blockpilot.predictor.examples import load_examples, save_examples
+from blockpilot.predictor.net import (
     BlockSizeNet,
     PredictorConfig,
     load_predictor,
     save_predictor,
 )
+from blockpilot.predictor.trainer import PredictorTrainer
 from blockpilot.prompts.base import Prompt
 from blockpilot.records.prefill import Prefill, read_prefill, save_prefill
+from blockpilot.records.prompts import read_prompts, save_prompts
 from blockpilot.records.replays import Text, read_replay, save_replay
+from blockpilot.records.settings import keep_settings
 from blockpilot.records.store import read_manifests, read_records
-from blockpilot.records.texts import read_prompts, save_prompts
-from blockpilot.report import Run, evaluation_sections
-from blockpilot.reporting.evaluation import COMPARED, EVALUATED
-from blockpilot.reporting.replayed import curve_of
-from blockpilot.training.corpus import Corpus
-from blockpilot.training.examples import load_examples, save_examples
-from blockpilot.training.predictor import PredictorTrainer
-from blockpilot.training.responses import SCHEMA
-from blockpilot.training.settings import keep_settings
+from blockpilot.report.__main__ import Run, evaluation_sections
 
 KINDS: dict[str, Kind] = {}
 NET = PredictorConfig((7, 8, 9), "draft", "logits", 6, 1, 0.0, "t", "abc", "float32", None, 5, 4)
@@ -250,7 +250,9 @@ def weights(folder: Path) -> Path:
 
 def resumed(file: Path) -> object:
     cfg = composed("train", "dataset=x", "run_id=x", "device=cpu")
-    trainer = PredictorTrainer(BlockSizeNet(NET), cfg, file.parent, torch.device("cpu"))
+    trainer = PredictorTrainer(
+        BlockSizeNet(NET), train.optimisation(cfg), file.parent, torch.device("cpu")
+    )
     if not file.exists():
         trainer._save()
     return trainer.resume("")

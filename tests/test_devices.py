@@ -6,9 +6,9 @@ import pytest
 import torch
 from decoding_kit import tiny_target
 
-from blockpilot import devices
-from blockpilot.devices import pick_device, pick_dtype
-from blockpilot.errors import UserError
+from blockpilot.base import devices
+from blockpilot.base.devices import pick_device, pick_dtype
+from blockpilot.base.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -21,10 +21,10 @@ from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Draft, Forward, Plan, Trace, Verdict, View
+from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.tree import verify
 
 TRAINED = 5
 MASK = VOCAB - 1

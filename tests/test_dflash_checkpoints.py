@@ -15,11 +15,11 @@ from decoding_kit import PROMPT, VOCAB, plain, sampler, tiny_target
 from safetensors.torch import save_file
 from torch import Tensor
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
-from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.tree import verify
 
 PACKAGE = Path(__file__).parents[1] / "blockpilot"
 MASK = VOCAB - 1

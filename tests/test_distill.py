@@ -25,21 +25,22 @@ from stages_kit import (
     write_prompts,
 )
 
-from blockpilot import distill, sweep
-from blockpilot.decoding.loading import load_target
+from blockpilot.app.target import load_target
+from blockpilot.app.tracking import NullTracker
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
+from blockpilot.decoding.verify import verify
+from blockpilot.distill import __main__ as distill
+from blockpilot.distill.corpus import Corpus
+from blockpilot.distill.dflash import replayed_tau
+from blockpilot.distill.responses import Request, shard_file, write_responses
+from blockpilot.distill.trainer import DrafterTrainer
 from blockpilot.drafters.dflash import DFlashDrafter
-from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.base import Prompt
-from blockpilot.tracking import NullTracker
-from blockpilot.training.corpus import Corpus
-from blockpilot.training.dflash import replayed_tau
-from blockpilot.training.responses import Request, shard_file, write_responses
-from blockpilot.training.trainer import DrafterTrainer
-from blockpilot.verify.tree import verify
+from blockpilot.sweep import __main__ as sweep
 
 HEART = [
     "training.soft_labels=0",  # random weights spread their probability: soft labels end high

@@ -11,13 +11,13 @@ import pytest
 import torch
 from stages_kit import distill_arguments, distill_prompts, performed
 
-from blockpilot import distill
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
+from blockpilot.distill import __main__ as distill
+from blockpilot.distill import held_out
+from blockpilot.distill.dflash import DFlashStudent
+from blockpilot.distill.optimizer import DrafterOptimizer
+from blockpilot.distill.responses import Request
 from blockpilot.prompts.base import Prompt
-from blockpilot.training import held_out
-from blockpilot.training.dflash import DFlashStudent
-from blockpilot.training.optimizer import DrafterOptimizer
-from blockpilot.training.responses import Request
 
 
 @pytest.mark.parametrize("part", ["loss", "gradient", "weights"])

@@ -17,17 +17,15 @@ from decoding_kit import KINDS, tiny_target, with_stops
 from stages_kit import distill_arguments, distill_prompts, performed, response_settings
 from torch import Tensor
 
-from blockpilot import distill
 from blockpilot.decoding.answers import answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
-from blockpilot.drafters.none import NoDrafter
-from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.prompts.base import DISTILL, Prompt
-from blockpilot.training import responses
-from blockpilot.training.corpus import Corpus, Example
-from blockpilot.training.responses import (
+from blockpilot.decoding.verify import verify
+from blockpilot.distill import __main__ as distill
+from blockpilot.distill import responses
+from blockpilot.distill.corpus import Corpus, Example
+from blockpilot.distill.responses import (
     Request,
     ResponseSettings,
     batches,
@@ -36,8 +34,10 @@ from blockpilot.training.responses import (
     shard_file,
     write_responses,
 )
-from blockpilot.training.states import states_of
-from blockpilot.verify.tree import verify
+from blockpilot.distill.states import states_of
+from blockpilot.drafters.none import NoDrafter
+from blockpilot.policies.fixed import FixedPolicy
+from blockpilot.prompts.base import DISTILL, Prompt
 
 LAYERS = (1, 2)
 BUDGET = 16

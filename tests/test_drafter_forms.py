@@ -18,12 +18,12 @@ from test_eagle3 import drafts_of, published
 from torch import Tensor
 from transformers import LlamaConfig
 
+from blockpilot.base.errors import UserError
 from blockpilot.drafters.dflash import DFlashDrafter, load_network, new_config
 from blockpilot.drafters.dflash_net import DFlashConfig
 from blockpilot.drafters.eagle3 import Eagle3Drafter, load_head, new_head
 from blockpilot.drafters.eagle3_net import Eagle3Config
-from blockpilot.drafters.published import ANY_VALUE, ROPE_KEYS
-from blockpilot.errors import UserError
+from blockpilot.drafters.forms.config import ANY_VALUE, ROPE_KEYS
 
 Raw = dict[str, Any]
 KINDS = ("dflash", "eagle3")

@@ -14,15 +14,15 @@ from reference_eagle3 import tree
 from safetensors.torch import save_file
 from torch import Tensor
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.types import Draft, View
+from blockpilot.decoding.verify import verify, walk
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.eagle3 import Eagle3Drafter, random_head
 from blockpilot.drafters.eagle3_net import Eagle3Config, default_layers
 from blockpilot.drafters.prompt_lookup import PromptLookupDrafter
-from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.tree import verify, walk
 
 BUDGET = 14
 

@@ -8,15 +8,15 @@ import pytest
 from hydra.utils import instantiate
 from stages_kit import composed
 
+from blockpilot.base.paths import conf_dir
 from blockpilot.decoding.divergence import EXACT_MARGIN, divergence
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
+from blockpilot.decoding.verify import verify
 from blockpilot.generate import Pair, open_pair
-from blockpilot.paths import conf_dir
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.bundled import BundledSet
 from blockpilot.prompts.render import render
-from blockpilot.verify.tree import verify
 
 METHODS = sorted(file.stem for file in (conf_dir() / "method").glob("eagle3_*.yaml"))
 N_PROMPTS, BUDGET = 4, 16

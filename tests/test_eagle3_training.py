@@ -21,17 +21,18 @@ from stages_kit import (
     write_prompts,
 )
 
-from blockpilot import distill, sweep
+from blockpilot.app.tracking import NullTracker
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
+from blockpilot.distill import __main__ as distill
+from blockpilot.distill.corpus import Corpus
+from blockpilot.distill.eagle3 import Eagle3Student
+from blockpilot.distill.responses import Request, shard_file, write_responses
 from blockpilot.drafters.eagle3 import new_head
-from blockpilot.errors import UserError
 from blockpilot.prompts.base import Prompt
-from blockpilot.tracking import NullTracker
-from blockpilot.training.corpus import Corpus
-from blockpilot.training.eagle3 import Eagle3Student
-from blockpilot.training.responses import Request, shard_file, write_responses
+from blockpilot.sweep import __main__ as sweep
 
 HEART = [
     "drafter=eagle3",
@@ -142,7 +143,7 @@ def test_a_sweep_profits_from_it(trained: tuple[Path, list[float]], tmp_path: Pa
 def test_the_walk_over_stored_answers_gives_the_loops_tau(
     tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockpilot.training.eagle3.has_16_bit_products", lambda device: False)
+    monkeypatch.setattr("blockpilot.distill.eagle3.has_16_bit_products", lambda device: False)
     shared = tiny_target()
     target = Target(shared.model, shared.tokenizer)
     target.stop_ids = frozenset()

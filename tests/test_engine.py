@@ -11,13 +11,13 @@ from decoding_kit import PROMPT, plain, sampler, tiny_target
 from stages_kit import performed, sweep_arguments, write_prompts
 from test_law import DRAFTERS, POLICIES, bound_methods
 
-from blockpilot import sweep
 from blockpilot.decoding import engine
 from blockpilot.decoding.engine import CompiledTarget, StaticCache
 from blockpilot.decoding.loop import decode
 from blockpilot.decoding.target import Target
-from blockpilot.sweeping import decoded
-from blockpilot.sweeping.decoded import DecodedSweep
+from blockpilot.sweep import __main__ as sweep
+from blockpilot.sweep import decoded
+from blockpilot.sweep.decoded import DecodedSweep
 
 BUDGET = 12
 

@@ -12,14 +12,16 @@ from stages_kit import performed, sweep_arguments, texts_of, write_prompts
 from test_labels import halves
 from test_learning import SMALL, folder, outputs
 
-from blockpilot import dataset, evaluate, sweep, train
-from blockpilot.errors import UserError
+from blockpilot import dataset, train
+from blockpilot.app.tracking import NullTracker
+from blockpilot.base.errors import UserError
+from blockpilot.evaluate import __main__ as evaluate
+from blockpilot.evaluate.comparison import Gains
+from blockpilot.evaluate.comparison import evaluate as score
+from blockpilot.evaluate.policies import policy_gains, with_tuned
 from blockpilot.records.store import read_records
-from blockpilot.records.tau import tau_by_size, turn_of
-from blockpilot.reporting.evaluation import Gains
-from blockpilot.reporting.evaluation import evaluate as score
-from blockpilot.reporting.replayed import policy_gains, with_tuned
-from blockpilot.tracking import NullTracker
+from blockpilot.stats.tau import tau_by_size, turn_of
+from blockpilot.sweep import __main__ as sweep
 
 __all__ = ["folder"]  # the fixture
 
@@ -207,7 +209,7 @@ def test_predicted_times_of_policies_are_those_of_the_same_answers(
     frame = pd.DataFrame(rows, columns=[*names, "predicted_decode_s"]).assign(
         turn=0, repeat=0, status="ok", temperature=1.0
     )
-    monkeypatch.setattr("blockpilot.reporting.replayed.read_records", lambda run: frame)
+    monkeypatch.setattr("blockpilot.evaluate.policies.read_records", lambda run: frame)
     found = policy_gains([Path("run")], {"a": 10.0, "b": 100.0}, 8, curve="x")
     assert found is not None
     # a: 2.5 tokens/s on both seeds where the fixed size has 2 and 3; b: the seed that both have.

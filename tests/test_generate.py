@@ -12,8 +12,8 @@ import pytest
 from stages_kit import CONTEXT, TINY, command, composed, entered, executed, performed
 
 from blockpilot import generate
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.loading import byte_tokenizer
-from blockpilot.errors import UserError
 from blockpilot.generate import Answer, open_pair
 
 QUESTION = "Why is the sky blue?"

@@ -24,13 +24,15 @@ from stages_kit import (
     write_prompts,
 )
 
-from blockpilot import cost, distill, sweep
-from blockpilot.decoding.loading import load_target
+from blockpilot import cost
+from blockpilot.app.target import load_target
+from blockpilot.base.errors import UserError
+from blockpilot.base.provenance import digest
+from blockpilot.distill import __main__ as distill
 from blockpilot.drafters.dflash import random_network, save_network
-from blockpilot.errors import UserError
-from blockpilot.provenance import digest
 from blockpilot.records.store import read_records
-from blockpilot.sweeping import rows
+from blockpilot.sweep import __main__ as sweep
+from blockpilot.sweep import rows
 
 PROMPTS = ["one", "two"]
 

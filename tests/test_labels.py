@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from blockpilot import labels
+from blockpilot.stats import labels
 
 PUBLIC = Path(__file__).resolve().parents[2] / "shared" / "data" / "public_tau_gsm8k.csv"
 GAINS = np.array([[1.0, 3.0, 3.0], [2.0, 2.0, 1.0], [0.0, 1.0, 4.0]])

@@ -16,11 +16,11 @@ from decoding_kit import KINDS, PROMPT, plain, sampler, tiny_target
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from blockpilot.base.errors import UserError
+from blockpilot.base.paths import conf_dir
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.target import Target
-from blockpilot.errors import UserError
-from blockpilot.paths import conf_dir
-from blockpilot.verify.tree import verify
+from blockpilot.decoding.verify import verify
 
 DRAFTERS = sorted((conf_dir() / "drafter").glob("*.yaml"))
 POLICIES = sorted((conf_dir() / "policy").glob("*.yaml"))

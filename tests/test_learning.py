@@ -15,25 +15,24 @@ from records_kit import make_trace
 from stages_kit import composed, performed, sweep_arguments, texts_of, write_prompts
 from test_metrics import frame, row
 
-from blockpilot import dataset, sweep, train
-from blockpilot.decoding.loading import load_target
+from blockpilot import dataset, train
+from blockpilot.app.target import load_target
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
-from blockpilot.errors import UserError
 from blockpilot.policies.blockpilot import BlockSizePolicy
-from blockpilot.policies.blockpilot_net import (
+from blockpilot.predictor.examples import Examples, Origin, gather, leaks, load_examples
+from blockpilot.predictor.net import (
     FEATURES,
-    BlockSizeNet,
     load_predictor,
 )
+from blockpilot.predictor.trainer import PredictorTrainer, data_of, regret
 from blockpilot.prompts.base import Prompt
 from blockpilot.records.prefill import read_prefill
-from blockpilot.records.tau import example_names, example_taus, half_taus
-from blockpilot.records.texts import read_prompts, save_prompts
-from blockpilot.tracking import NullTracker
-from blockpilot.training.examples import Examples, Origin, gather, leaks, load_examples
-from blockpilot.training.predictor import PredictorTrainer, data_of, new_config, regret
-from blockpilot.verify.tree import verify
+from blockpilot.records.prompts import read_prompts, save_prompts
+from blockpilot.stats.tau import example_names, example_taus, half_taus
+from blockpilot.sweep import __main__ as sweep
 
 SMALL = ["predictor.hidden=16", "epochs=10", "learning_rate=1e-2", "tracker=none", "device=cpu"]
 
@@ -277,11 +276,11 @@ def test_what_can_be_learnt_is_learnt_and_shuffled_labels_are_not(tmp_path: Path
         if name == "shuffled":
             learnt = train.shuffled(learnt, 0)
         device = torch.device("cpu")
-        net = BlockSizeNet(new_config(cfg, learnt))
-        trainer = PredictorTrainer(net, cfg, tmp_path / name, device)
+        net = train.untrained(cfg, learnt)
+        trainer = PredictorTrainer(net, train.optimisation(cfg), tmp_path / name, device)
         (tmp_path / name).mkdir()
         parts = [data_of(part, "logits", 0.1, device) for part in (learnt, held_out)]
-        trainer.run(*parts, NullTracker())
+        trainer.run(*parts, lambda curves, epoch: None)
         test = data_of(separable(400, 2), "logits", 0.1, device)
         found[name] = regret(trainer.scores(test.features), test.gains)
     fixed = float((test.gains.max(dim=1).values - test.gains[:, 1]).mean())
@@ -317,7 +316,7 @@ def test_training_stops_when_enough_epochs_were_in_vain(
 ) -> None:
     told = iter([0.5, 0.2, 0.3, 0.2, 0.4])  # a regret that is only as small is none smaller
     passes, one_pass = [], PredictorTrainer._pass
-    monkeypatch.setattr("blockpilot.training.predictor.regret", lambda *_: next(told))
+    monkeypatch.setattr("blockpilot.predictor.trainer.regret", lambda *_: next(told))
     monkeypatch.setattr(
         PredictorTrainer, "_pass", lambda *given: passes.append(0) or one_pass(*given)
     )

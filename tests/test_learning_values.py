@@ -10,10 +10,10 @@ import torch
 from stages_kit import composed
 from test_learning import SMALL, outputs, separable
 
-from blockpilot.errors import UserError
-from blockpilot.policies.blockpilot_net import BlockSizeNet
-from blockpilot.tracking import NullTracker
-from blockpilot.training.predictor import Data, PredictorTrainer, data_of, new_config
+from blockpilot import train
+from blockpilot.base.errors import UserError
+from blockpilot.predictor.net import BlockSizeNet
+from blockpilot.predictor.trainer import Data, PredictorTrainer, data_of
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def trainer_of(folder: Path) -> tuple[PredictorTrainer, Data, Data]:
     cfg = composed("train", "dataset=x", *SMALL, "epochs=10", "batch_size=4", *outputs(folder))
     examples = separable(12, 0)
     data = data_of(examples, "logits", 0.1, CPU)
-    trainer = PredictorTrainer(BlockSizeNet(new_config(cfg, examples)), cfg, folder, CPU)
+    trainer = PredictorTrainer(train.untrained(cfg, examples), train.optimisation(cfg), folder, CPU)
     return trainer, data, data_of(separable(12, 1), "logits", 0.1, CPU)
 
 
@@ -49,7 +49,7 @@ def test_training_stops_before_the_weights_change_and_names_the_examples(
 
     monkeypatch.setattr(BlockSizeNet, "forward", spoilt)
     with pytest.raises(UserError, match="epoch 4, step 2: loss or gradient is not") as caught:
-        trainer.run(data, validation, NullTracker())
+        trainer.run(data, validation, lambda curves, epoch: None)
     rows = [int((data.features == row).all(dim=1).nonzero()) for row in calls[-1]]
     blamed = rows[2:3] if part == "loss" else sorted(rows)
     assert f"examples {', '.join(map(str, blamed))};" in str(caught.value)

@@ -13,16 +13,16 @@ from decoding_kit import PROMPT, bound_dflash, plain, sampler, tiny_target, with
 from test_replay import BUDGET, HASHES, PROMPTS, keyed
 from test_replay_trees import Unsure
 
+from blockpilot.base.errors import UserError
+from blockpilot.costs.curve import CostCurve, CostPoint, cost_settings
 from blockpilot.decoding.anchors import Answered
 from blockpilot.decoding.answers import answer
-from blockpilot.decoding.cost import CostCurve, CostPoint, cost_settings
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import replay
+from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
-from blockpilot.errors import UserError
 from blockpilot.policies.libraspec import LibraSpecPolicy, exact_length, practical_length
-from blockpilot.verify.tree import verify
 
 
 def drawn(seed: int, d: int = 7) -> list[float]:

@@ -19,13 +19,13 @@ from decoding_kit import (
     with_stops,
 )
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.timing import Clock
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
+from blockpilot.decoding.verify import verify
 from blockpilot.drafters.none import NoDrafter
-from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy, block_plan
-from blockpilot.verify.tree import verify
 
 LONG = 48
 

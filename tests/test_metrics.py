@@ -14,10 +14,9 @@ import pandas as pd
 import pytest
 from records_kit import FakeTrace, make_settings, make_trace
 
-from blockpilot.errors import UserError
-from blockpilot.records import tau
+from blockpilot.base.errors import UserError
 from blockpilot.records.schema import SHARED_FIELDS, failed_row, ok_row
-from blockpilot.reporting import metrics
+from blockpilot.stats import metrics, tau
 
 PUBLIC = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "public_tau_gsm8k.csv"
 

@@ -11,9 +11,9 @@ import torch
 from stages_kit import composed, distill_arguments, executed
 from torch import nn
 
-from blockpilot.config import TrainingConfig
-from blockpilot.training import optimizer as optimizing
-from blockpilot.training.optimizer import HEAD_RATE, DrafterOptimizer, shares
+from blockpilot.app.config import TrainingConfig
+from blockpilot.distill import optimizer as optimizing
+from blockpilot.distill.optimizer import HEAD_RATE, DrafterOptimizer, shares
 
 STEPS = 4
 

@@ -16,14 +16,14 @@ import pytest
 from stages_kit import TINY, command, environment, performed, sweep_arguments, write_prompts
 from test_learning import SMALL, arguments
 
-from blockpilot import pipeline, sweep, train
-from blockpilot.config import TrainConfig
-from blockpilot.errors import UserError
-from blockpilot.paths import conf_dir
+from blockpilot import pipeline, train
+from blockpilot.app.config import TrainConfig
+from blockpilot.base.errors import IncompleteError, UserError
+from blockpilot.base.paths import conf_dir
 from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.composed import ComposedSet
 from blockpilot.prompts.docstrings import DocstringSet
-from blockpilot.runtime import IncompleteError
+from blockpilot.sweep import __main__ as sweep
 
 HEAD = re.compile(r"-m blockpilot\.pipeline experiment=([\w-]+)$", re.MULTILINE)
 EXPERIMENTS = [

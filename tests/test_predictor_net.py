@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockpilot.policies.blockpilot_net import (
+from blockpilot.predictor.net import (
     BlockSizeNet,
     PredictorConfig,
     features_of,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from decoding_kit import plain, sampler, tiny_target
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.verify import verify
 from blockpilot.drafters.prompt_lookup import PromptLookupDrafter, followers
-from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.tree import verify
 
 
 def test_the_longest_ending_wins_then_the_latest_place() -> None:

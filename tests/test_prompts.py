@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prompts_kit import BOXED, DATA, configured, load, loaded_once, write
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 from blockpilot.prompts.base import SPLITS, Prompt, PromptSet
 from blockpilot.prompts.bundled import BundledSet
 from blockpilot.prompts.docstrings import DocstringSet

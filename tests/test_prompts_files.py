@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prompts_kit import load, write
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 from blockpilot.prompts.base import UNASSIGNED, Prompt
 from blockpilot.prompts.local import LocalSet
 

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from prompts_kit import BOXED, DATA, ROOT, configured, load, write
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 from blockpilot.prompts.base import SPLITS
 from blockpilot.prompts.hub import HubRows
 from blockpilot.prompts.local import PackageRows

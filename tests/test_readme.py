@@ -11,8 +11,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from stages_kit import SCHEMAS
 
-from blockpilot.config import typed
-from blockpilot.paths import conf_dir
+from blockpilot.app.config import typed
+from blockpilot.base.paths import conf_dir
 
 ROOT = Path(__file__).parents[1]
 COMMAND = re.compile(r"^ {4}.*-m blockpilot\.(\w+) ?(.*)$", re.MULTILINE)

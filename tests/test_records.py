@@ -28,7 +28,7 @@ from records_kit import (
     play,
 )
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 from blockpilot.records.schema import (
     METHOD_FIELDS,
     SCHEMA,

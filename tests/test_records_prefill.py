@@ -10,8 +10,8 @@ import pytest
 import torch
 from records_kit import make_row, make_settings, open_store
 
-from blockpilot import provenance
-from blockpilot.errors import UserError
+from blockpilot.base import provenance
+from blockpilot.base.errors import UserError
 from blockpilot.records.prefill import Prefill, read_prefill, save_prefill
 from blockpilot.records.store import Store, read_records
 

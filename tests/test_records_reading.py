@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from records_kit import make_row, open_store
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 from blockpilot.records import store
 from blockpilot.records.store import read_records
 

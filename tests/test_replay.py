@@ -25,8 +25,8 @@ from blockpilot.decoding.replay import (
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Draft, Plan, View
+from blockpilot.decoding.verify import verify
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.tree import verify
 
 PROMPTS = [[5, 17, 3, 42, 8], [7], [9, 9, 30, 2, 11, 50, 4, 4, 23]]
 HASHES = ["a", "b", "c"]

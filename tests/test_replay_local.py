@@ -11,11 +11,11 @@ from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import replay
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.types import Plan
+from blockpilot.decoding.verify import verify
 from blockpilot.generate import Pair, open_pair
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.bundled import BundledSet
 from blockpilot.prompts.render import render
-from blockpilot.verify.tree import verify
 
 N_PROMPTS, BUDGET = 8, 14
 PLANS = [Plan(6, 6), Plan(10, 10), Plan(8, 4)]

@@ -10,14 +10,14 @@ from decoding_kit import VOCAB, ScriptedDrafter, perfect, tiny_target, with_stop
 from test_replay import BUDGET, HASHES, PROMPTS, keyed
 from torch import Tensor
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.anchors import Answered
 from blockpilot.decoding.answers import answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import replay
 from blockpilot.decoding.types import Draft, View
-from blockpilot.errors import UserError
+from blockpilot.decoding.verify import verify
 from blockpilot.policies.tree import TreePolicy
-from blockpilot.verify.tree import verify
 
 
 class Unsure(ScriptedDrafter):

@@ -10,17 +10,17 @@ from records_kit import make_settings, make_trace, open_store
 from stages_kit import performed
 from test_tables import rows_of, stored
 
-from blockpilot import report
-from blockpilot.decoding.cost import CostCurve, CostPoint
-from blockpilot.errors import UserError
+from blockpilot.app.status import write_status
+from blockpilot.base.errors import UserError
+from blockpilot.costs.curve import CostCurve, CostPoint
+from blockpilot.evaluate.comparison import timed_table
+from blockpilot.evaluate.verdicts import of_sweep, of_timed
 from blockpilot.records.schema import ok_row
-from blockpilot.reporting.evaluation import timed_table
-from blockpilot.reporting.figures import figures
-from blockpilot.reporting.paper import paper_table
-from blockpilot.reporting.published import MEAN, published
-from blockpilot.reporting.tables import sweep_table
-from blockpilot.reporting.verdicts import of_sweep, of_timed
-from blockpilot.runtime import write_status
+from blockpilot.report import __main__ as report
+from blockpilot.report.figures import figures
+from blockpilot.report.paper import paper_table
+from blockpilot.report.published import MEAN, published
+from blockpilot.sweep.tables import sweep_table
 
 GOLDEN = """\
 | method | code | maths | mean |

@@ -21,7 +21,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from blockpilot.config import DecodingConfig, typed
+from blockpilot.app.config import DecodingConfig, typed
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import (
     KeyedLogitsProcessor,
@@ -29,10 +30,9 @@ from blockpilot.decoding.sampling import (
     gumbel,
     sampling_key,
 )
+from blockpilot.decoding.verify import verify
 from blockpilot.drafters.none import NoDrafter
-from blockpilot.errors import UserError
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.tree import verify
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
 CPU = torch.device("cpu")

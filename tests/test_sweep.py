@@ -11,17 +11,17 @@ import pytest
 import torch
 from stages_kit import CONTEXT, composed, performed, sweep_arguments, write_prompts
 
-from blockpilot import sweep
-from blockpilot.decoding.loading import load_target
+from blockpilot.app.target import load_target
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method
 from blockpilot.decoding.target import Target
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
-from blockpilot.errors import UserError
 from blockpilot.records.prefill import read_prefill
 from blockpilot.records.schema import token_hash
-from blockpilot.reporting.tables import sweep_table
-from blockpilot.sweeping import decoded as sweeping
+from blockpilot.sweep import __main__ as sweep
+from blockpilot.sweep import decoded as sweeping
+from blockpilot.sweep.tables import sweep_table
 
 SIZES = [1, 4, 15, 16, 17]
 # The first one cannot run, the last one is a conversation of two turns.

@@ -12,13 +12,12 @@ import pandas as pd
 import pytest
 from stages_kit import entered, performed, sweep_arguments, write_prompts
 
-from blockpilot import sweep
+from blockpilot.base.errors import IncompleteError, UserError
 from blockpilot.decoding.target import Target
-from blockpilot.errors import UserError
 from blockpilot.records.store import read_records
-from blockpilot.reporting.tables import sweep_table
-from blockpilot.runtime import IncompleteError
-from blockpilot.sweeping import decoded, rows
+from blockpilot.sweep import __main__ as sweep
+from blockpilot.sweep import decoded, rows
+from blockpilot.sweep.tables import sweep_table
 
 PROMPTS = ["two and two", "why? ~", "tell me", "the end"]
 SICK = "local/p01"

@@ -15,18 +15,19 @@ from decoding_kit import bound_dflash, tiny_target
 from stages_kit import performed, sweep_arguments, write_prompts
 from test_cost_fits import points
 
-from blockpilot import cost, distill, sweep
-from blockpilot.decoding.cost import CostCurve, cost_settings, load_cost
+from blockpilot import cost
+from blockpilot.app.tracking import NullTracker
+from blockpilot.base.errors import IncompleteError, UserError
+from blockpilot.costs.curve import CostCurve, cost_settings, load_cost
 from blockpilot.decoding.types import Plan
+from blockpilot.distill import __main__ as distill
 from blockpilot.drafters.dflash import DFlashDrafter
-from blockpilot.errors import UserError
 from blockpilot.records.prefill import read_prefill
 from blockpilot.records.replays import read_replay
 from blockpilot.records.schema import PLAIN, TIMES
-from blockpilot.reporting.tables import figures_of, render, sweep_table
-from blockpilot.runtime import IncompleteError
-from blockpilot.sweeping import replayed
-from blockpilot.tracking import NullTracker
+from blockpilot.sweep import __main__ as sweep
+from blockpilot.sweep import replayed
+from blockpilot.sweep.tables import figures_of, render, sweep_table
 
 PROMPTS = ["one", ["two", "and then", "and now"], "a third, somewhat longer one", "x" * 400]
 SAME = ["method", "turn", "status", "n_prompt_tokens", "n_new_tokens", "stop_reason"]

@@ -26,14 +26,14 @@ from stages_kit import (
     write_prompts,
 )
 
-from blockpilot import sweep
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
+from blockpilot.base.launch import meet
+from blockpilot.base.provenance import facts
 from blockpilot.prompts.base import Prompt
-from blockpilot.provenance import facts
 from blockpilot.records.schema import TIMES
 from blockpilot.records.store import read_records
-from blockpilot.runtime import meet
-from blockpilot.sweeping.decoded import DecodedSweep
+from blockpilot.sweep import __main__ as sweep
+from blockpilot.sweep.decoded import DecodedSweep
 
 PROMPTS = [*(f"number {number}" for number in range(11)), ["first", "second"]]
 

@@ -11,10 +11,10 @@ import pytest
 from records_kit import make_settings, make_trace, open_store
 from rich.console import Console
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 from blockpilot.records.schema import failed_row, ok_row, skipped_row
 from blockpilot.records.store import read_records, write_parquet
-from blockpilot.reporting.tables import figures_of, render, sweep_table
+from blockpilot.sweep.tables import figures_of, render, sweep_table
 
 SIZES = (1, 4, 8)
 

@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 from stages_kit import composed
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from blockpilot.decoding.loading import byte_tokenizer, load_target
+from blockpilot.app.target import load_target
+from blockpilot.base.errors import UserError
+from blockpilot.base.paths import conf_dir
+from blockpilot.decoding.loading import byte_tokenizer
 from blockpilot.decoding.target import Target
-from blockpilot.errors import UserError
-from blockpilot.paths import conf_dir
 
 MODELS = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml"))
 SMALL = {

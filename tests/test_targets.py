@@ -13,13 +13,14 @@ from decoding_kit import PROMPT, plain, sampler, tiny_target
 from stages_kit import composed
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from blockpilot.app.target import load_target
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.answers import answer
 from blockpilot.decoding.checks import check_target
-from blockpilot.decoding.loading import byte_tokenizer, load_target
+from blockpilot.decoding.loading import byte_tokenizer
 from blockpilot.decoding.loop import check_prompt
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
-from blockpilot.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 LOADING = (

@@ -13,8 +13,8 @@ import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from blockpilot.errors import UserError
-from blockpilot.tracking import NullTracker, WandbTracker, tracked
+from blockpilot.app.tracking import NullTracker, WandbTracker, tracked
+from blockpilot.base.errors import UserError
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "tracker"
 
@@ -212,7 +212,7 @@ def test_real_offline_run_keeps_every_row(
         for step in range(3):
             tracker.log({"tau": 1.5}, step=step)
         tracker.summarise({"macro tau": 2.5})
-    assert not [r for r in caplog.records if r.name == "blockpilot.tracking"]
+    assert not [r for r in caplog.records if r.name == "blockpilot.app.tracking"]
     (stored,) = (folder / "wandb").glob("offline-run-*-train-job7/*.wandb")
     deadline = time.monotonic() + 10  # the library's own process writes the file
     while stored.read_bytes().count(b"tau") < 3 and time.monotonic() < deadline:

@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from decoding_kit import VOCAB, tiny_target
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.replay import slot_labels
 from blockpilot.decoding.target import LogitShape
-from blockpilot.drafters.dflash import new_config
-from blockpilot.drafters.dflash_net import DFlashNetwork
-from blockpilot.errors import UserError
-from blockpilot.training.blocks import (
+from blockpilot.distill.blocks import (
     decay_weights,
     dpace_weights,
     sample_anchors,
     unused_id,
 )
-from blockpilot.training.losses import CandidateHead, cross_entropies, soft_targets
+from blockpilot.distill.losses import CandidateHead, cross_entropies, soft_targets
+from blockpilot.drafters.dflash import new_config
+from blockpilot.drafters.dflash_net import DFlashNetwork
 
 
 def generator(seed: int) -> torch.Generator:

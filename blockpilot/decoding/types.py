@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+BLOCK_MODES = ("draft", "verify")
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
-from blockpilot.drafters.checkpoints import (
+from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
+from blockpilot.drafters.forms.checkpoints import (
     fill_network,
     fingerprint_of,
     read_checkpoint,
@@ -26,10 +28,8 @@ from blockpilot.drafters.checkpoints import (
     settle,
     size_of,
 )
-from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
+from blockpilot.drafters.forms.config import ConfigReader
 from blockpilot.drafters.layers import new_shape
-from blockpilot.drafters.published import ConfigReader
-from blockpilot.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from blockpilot.drafters.forms.config import ConfigReader, check_layers
 from blockpilot.drafters.layers import SwiGLU, merged, packed_attention, rotate, split_heads
-from blockpilot.drafters.published import ConfigReader, check_layers
 
 _SHAPE_KEYS = (
     "hidden_size",

@@ -17,19 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
-from blockpilot.drafters.checkpoints import (
+from blockpilot.drafters.eagle3_net import Eagle3Config, Eagle3Network, default_layers
+from blockpilot.drafters.forms.checkpoints import (
     fill_network,
     fingerprint_of,
     read_checkpoint,
     settle,
     size_of,
 )
-from blockpilot.drafters.eagle3_net import Eagle3Config, Eagle3Network, default_layers
+from blockpilot.drafters.forms.config import ConfigReader, check_layers
 from blockpilot.drafters.layers import new_shape
-from blockpilot.drafters.published import ConfigReader, check_layers
-from blockpilot.errors import UserError
 
 _RENAMED = "layers.0."  # what some converters call midlayer
 _MIDLAYER = "midlayer."

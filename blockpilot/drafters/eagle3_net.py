@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from blockpilot.base.errors import UserError
+from blockpilot.drafters.forms.config import ConfigReader, check_layers
 from blockpilot.drafters.layers import SwiGLU, merged, packed_attention, rotate, split_heads
-from blockpilot.drafters.published import ConfigReader, check_layers
-from blockpilot.errors import UserError
 
 log = logging.getLogger(__name__)
 

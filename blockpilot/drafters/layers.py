@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
-from blockpilot.drafters.published import static_rope
+from blockpilot.drafters.forms.config import static_rope
 
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 

@@ -11,9 +11,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
-from blockpilot.errors import UserError
 
 
 class PromptLookupDrafter:

@@ -9,19 +9,19 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from blockpilot.base.errors import UserError
+from blockpilot.base.hub import folder_of
+from blockpilot.base.provenance import digest
 from blockpilot.decoding.anchors import Answered, Choices, Replay, fixed_choices
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
-from blockpilot.errors import UserError
-from blockpilot.hub import folder_of
-from blockpilot.policies.blockpilot_net import (
+from blockpilot.predictor.net import (
     BlockSizeNet,
     PredictorConfig,
     features_of,
     load_predictor,
     save_predictor,
 )
-from blockpilot.provenance import digest
 
 log = logging.getLogger(__name__)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from blockpilot.base.errors import UserError
 from blockpilot.decoding.anchors import Answered, Choices, Replay, fixed_choices
 from blockpilot.decoding.protocols import Drafter, TargetModel
-from blockpilot.decoding.types import Draft, Plan, Verdict, View
-from blockpilot.errors import UserError
-from blockpilot.rules import BLOCK_MODES
+from blockpilot.decoding.types import BLOCK_MODES, Draft, Plan, Verdict, View
 
 
 def block_plan(block_size: int, block_mode: str, drafter: Drafter) -> Plan:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
+from blockpilot.base.errors import UserError
+from blockpilot.costs.curve import CostCurve, cost_settings, load_cost
+from blockpilot.costs.fits import most_per_second
 from blockpilot.decoding.anchors import Answered, Choices, Replay
-from blockpilot.decoding.cost import CostCurve, cost_settings, load_cost
-from blockpilot.decoding.cost_fits import most_per_second
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
-from blockpilot.errors import UserError
 
 
 class LibraSpecPolicy:

@@ -16,12 +16,12 @@ from itertools import accumulate
 
 import torch
 
+from blockpilot.base.errors import UserError
+from blockpilot.costs.curve import cost_settings, load_cost
+from blockpilot.costs.fits import OnlineCost, Roofline, Shapes, most_per_second
 from blockpilot.decoding.anchors import Answered, Choices, Replay
-from blockpilot.decoding.cost import cost_settings, load_cost
-from blockpilot.decoding.cost_fits import OnlineCost, Roofline, Shapes, most_per_second
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Draft, Plan, Verdict, View
-from blockpilot.errors import UserError
 
 FITS = ("measured", "roofline")
 _CANDIDATES = 128  # of a slot, at most: BASTION's

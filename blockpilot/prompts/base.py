@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 
 DISTILL, POLICY, VALIDATION, TEST = SPLITS = ("distill", "policy", "validation", "test")
 UNASSIGNED = ""

@@ -7,7 +7,7 @@ from importlib.resources import files
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 from blockpilot.prompts.base import UNASSIGNED, Prompt, check_prompts
 
 

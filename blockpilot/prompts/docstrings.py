@@ -17,7 +17,7 @@ from doctest import DocTestParser
 from importlib.util import find_spec
 from pathlib import Path
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 from blockpilot.prompts.base import UNASSIGNED, Prompt, check_prompts
 
 log = logging.getLogger(__name__)

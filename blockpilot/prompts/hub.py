@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 from blockpilot.prompts.local import Row
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 from blockpilot.prompts.base import SPLITS, Prompt, PromptSet
 from blockpilot.prompts.splits import assign_splits
 

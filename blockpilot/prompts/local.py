@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 from blockpilot.prompts.base import UNASSIGNED, Prompt, check_prompts
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".parquet")

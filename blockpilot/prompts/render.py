@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from blockpilot.errors import UserError
+from blockpilot.base.errors import UserError
 from blockpilot.prompts.base import UNASSIGNED, Prompt, check_prompts
 from blockpilot.prompts.local import LocalRows, Row, check_text, user_turns
 

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from blockpilot.errors import UserError
-from blockpilot.records.files import make_folder, remove_leftovers, replace_file
+from blockpilot.base.errors import UserError
+from blockpilot.base.files import make_folder, remove_leftovers, replace_file
 from blockpilot.records.schema import Settings, clean, group_key
 
 _FOLDER = "prefill"

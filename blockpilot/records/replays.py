@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from blockpilot.base.errors import UserError
+from blockpilot.base.files import make_folder, remove_leftovers, replace_file
 from blockpilot.decoding.anchors import Marginals, Replay
 from blockpilot.decoding.types import Plan
-from blockpilot.errors import UserError
-from blockpilot.records.files import make_folder, remove_leftovers, replace_file
 from blockpilot.records.prefill import tensor_file
 from blockpilot.records.schema import Settings, group_key
 

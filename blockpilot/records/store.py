@@ -27,16 +27,16 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from blockpilot.errors import UserError
-from blockpilot.records.files import (
+from blockpilot.base.errors import UserError
+from blockpilot.base.files import (
     locked,
     make_folder,
     refused,
     remove_leftovers,
     replace_file,
 )
+from blockpilot.base.json_values import first_line
 from blockpilot.records.schema import SCHEMA, SCHEMA_VERSION, clean
-from blockpilot.stored import first_line
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Store:
 
     Use it as a context manager: the manifest then ends as `done` or `failed`; a manifest that says
     `running` without a living owner belongs to a killed rank. `settings` is the run's
-    configuration and `provenance` comes from `blockpilot.provenance.facts`; both are JSON values.
+    configuration and `provenance` comes from `blockpilot.base.provenance.facts`, both JSON values.
     Raises UserError when another run owns the folder, when the folder cannot be written, or when
     it holds foreign files.
     """

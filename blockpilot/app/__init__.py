@@ -1,0 +1,1 @@
+"""What surrounds a stage: configuration, one run of a job, launching, tracking."""

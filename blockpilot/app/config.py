@@ -1,0 +1,397 @@
+"""Schemas of the stages' configurations, and the checks that run before any weight is loaded.
+
+A stage composes its YAML with Hydra and hands the result to `typed`, which merges it into the
+stage's schema. That names every unknown key (Hydra lets `+modle=x` through), every missing one and
+every wrong value, each in one line with what is allowed. The schemas hold no defaults: those live
+in YAML. Components (`drafter`, `policy`, `tracker`, `prompts.sets`) are `Any` here, for the
+constructor of a component is its schema.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+)
+
+from blockpilot.app.repo import adopt_repo, drop_drafter
+from blockpilot.app.rules import validate
+from blockpilot.base.errors import UserError
+
+
+@dataclass
+class ModelConfig:
+    """Facts that identify a target: one file of conf/model."""
+
+    name: str
+    repo: str  # on the hub, or a local folder
+    revision: str | None
+    package: str | None  # Python package that carries `gguf`
+    gguf: str | None  # file inside `package` or `repo`
+    dtype: str
+    thinking: bool | None  # None: the template has no thinking mode
+    template_date: str  # what a chat template is told when it asks for today's date
+    drafters: dict[str, str | None]
+    architecture: dict[str, Any]  # values of the Hugging Face config, for weights=random
+
+
+@dataclass
+class DecodingConfig:
+    """How the target's own tokens are chosen."""
+
+    max_new_tokens: int
+    temperature: float  # 0: greedy
+    top_k: int  # 0: off
+    top_p: float  # 1: off
+
+
+@dataclass
+class PromptsConfig:
+    """Which prompts a stage reads."""
+
+    sets: dict[str, Any]
+    limit: int | None
+    path: str | None
+    folder: str | None
+    split: str | None
+
+
+@dataclass
+class PathsConfig:
+    """Where results go."""
+
+    outputs: str
+
+
+@dataclass
+class JobConfig:
+    """What every stage needs."""
+
+    paths: PathsConfig
+    run_id: str
+    seed: int
+    threads: int | None
+
+
+@dataclass
+class StageConfig(JobConfig):
+    """What every stage that loads a target needs."""
+
+    model: ModelConfig
+    decoding: DecodingConfig
+    device: str
+    dtype: str
+    attention: str
+    weights: str
+
+
+@dataclass
+class PolicyPath:
+    """Where a trained policy lies."""
+
+    path: str | None
+
+
+@dataclass
+class CostConfig(StageConfig):
+    """Schema of conf/cost.yaml."""
+
+    plan: bool
+    engine: str
+    drafter: Any
+    sizes: list[int]
+    trees: list[int]
+    contexts: list[int]
+    repeats: int
+    policy: PolicyPath
+    tracker: Any
+
+
+@dataclass
+class ReplayConfig:
+    """How a replayed sweep goes about it."""
+
+    batch_size: int  # prompts answered together
+    memory_gb: float | None  # for the drafts of one chunk of anchors; null: an eighth of the free
+    marginals: bool  # keep rank and top candidates of every slot of the trained block
+    keep_features: bool  # keep the target features that the drafter read
+
+
+@dataclass
+class PolicyFiles(PolicyPath):
+    """What policies of a sweep read."""
+
+    cost: str | None
+
+
+@dataclass
+class SweepConfig(StageConfig):
+    """Schema of conf/sweep.yaml."""
+
+    plan: bool
+    engine: str
+    mode: str
+    replay: ReplayConfig
+    cost: str | None  # file of a cost curve, for predicted times
+    prompts: PromptsConfig
+    drafter: Any
+    policy: PolicyFiles
+    methods: dict[str, Any]  # policies beside the fixed sizes, by the name of the method
+    tracker: Any
+    radius: int
+    sizes: list[int]
+    block_mode: str
+
+
+@dataclass
+class DatasetConfig(JobConfig):
+    """Schema of conf/dataset.yaml."""
+
+    runs: list[str]  # folders of sweeps
+    sizes: list[int] | None  # candidates, 1 included or not
+    radius: int | None  # k: candidates B-k..B+k; null, and no sizes: all drafted ones of the runs
+    label: str
+    objective: str
+    sharpness: float  # of label=soft, as a share of the best fixed size's mean gain
+    cost: str | None  # cost curve, for objective=throughput
+
+
+@dataclass
+class PredictorSettings:
+    """Shape and inputs of a predictor."""
+
+    features: str
+    hidden: int
+    depth: int
+    dropout: float
+
+
+@dataclass
+class TrainConfig(JobConfig):
+    """Schema of conf/train.yaml."""
+
+    dataset: str
+    device: str
+    tracker: Any
+    predictor: PredictorSettings
+    epochs: int
+    patience: int | None
+    batch_size: int
+    learning_rate: float
+    shuffle_labels: bool  # a control: what a predictor that cannot know anything gets
+
+
+@dataclass
+class EvaluateConfig(JobConfig):
+    """Schema of conf/evaluate.yaml."""
+
+    dataset: str
+    policies: list[str]
+    timed: str | None  # folder of a decoded sweep
+    tracker: Any
+
+
+@dataclass
+class ReportConfig(JobConfig):
+    """Schema of conf/report.yaml."""
+
+    runs: list[str]  # folders of sweeps, evaluations and cost curves
+
+
+@dataclass
+class PipelineRecords:
+    """Schema of conf/records: sweeps that several experiments learn from and are scored on."""
+
+    name: str
+    options: str  # of every sweep: the model, the budget, the temperature
+    test: str  # options that name the test prompts
+    timed: int  # test prompts per set that are decoded and timed
+    policies: str  # options of sweeps that replay policies which decide every cycle
+    runs: str  # folders of the sweeps, with commas between them
+    scored: str  # those of them that hold the test prompts
+    steps: list[str]
+
+
+@dataclass
+class PipelineConfig(JobConfig):
+    """Schema of conf/pipeline.yaml."""
+
+    plan: bool
+    processes: int  # of a step that replays or distills
+    records: PipelineRecords  # its steps come first
+    steps: list[str]  # a stage and its options each
+    extra: dict[str, list[str]]  # further options for every step of a stage
+
+
+@dataclass
+class SelfWrittenConfig:
+    """A prompt set that the target writes itself."""
+
+    count: int  # begun; what does not end properly is dropped
+    opening: str  # how every prompt begins; may be empty
+
+
+@dataclass
+class ResponsesConfig:
+    """How the target answers the prompts that a drafter learns from."""
+
+    limit: int | None  # prompts per set, the first by hash; null: all
+    limit_of: dict[str, int]  # other limits for some sets
+    validation: int  # prompts per set whose answers measure held-out tau
+    self_written: dict[str, SelfWrittenConfig]  # by the name of the set
+    batch_size: int
+    store_features: bool  # false: recompute them in every step
+
+
+@dataclass
+class NewDrafterConfig:
+    """Shape of the drafter to train."""
+
+    name: str | None
+    block_size: int  # of DFlash; for EAGLE-3 one more than the unrolled steps
+    n_layers: int  # of DFlash
+    n_target_layers: int  # that DFlash reads
+    mask_token_id: int | None  # of DFlash; null: the first embedding row past the tokenizer
+    draft_vocabulary: int  # most tokens that an EAGLE-3 head can say
+
+
+@dataclass
+class TrainingConfig:
+    """Optimisation of a drafter."""
+
+    init: str | None  # drafter whose weights training continues from; null: random ones
+    steps: int
+    sequences_per_step: int  # per process
+    anchors_per_sequence: int
+    learning_rate: float
+    weight_decay: float
+    warmup: float  # share of the steps
+    clip: float
+    slot_weights: str  # of DFlash, and so to sampled_negatives; EAGLE-3's are as published
+    gamma: float  # of slot_weights=decay
+    soft_labels: float  # share of the target's distribution in the labels; 0: its tokens alone
+    sampled_negatives: int | None  # null: the loss sees the whole vocabulary
+    compile: str | None  # backend of torch.compile; null: no compilation
+    log_every: int
+    evaluate_every: int
+
+
+@dataclass
+class DistillConfig(StageConfig):
+    """Schema of conf/distill.yaml."""
+
+    plan: bool
+    prompts: PromptsConfig
+    tracker: Any
+    drafter: Any  # its kind is what is trained
+    responses: ResponsesConfig
+    new_drafter: NewDrafterConfig
+    training: TrainingConfig
+
+
+@dataclass
+class GenerateConfig(StageConfig):
+    """Schema of conf/generate.yaml."""
+
+    engine: str
+    drafter: Any
+    policy: Any
+    block_mode: str
+    block_size: int | None
+    prompt: str | None
+    prompt_file: str | None
+
+
+Schema = TypeVar("Schema", bound=JobConfig)
+
+
+def as_typed(overrides: Iterable[str]) -> list[str]:
+    """Overrides for Hydra with run ids quoted that it would read as numbers: 1_1 as 11, 007 as 7.
+
+    Ids with commas between them, of a multirun, are quoted one by one.
+    """
+    parser = OverridesParser.create()
+
+    def text(run_id: str) -> str:
+        read = parser.parse_override(f"run_id={run_id}").value()
+        return run_id if isinstance(read, str) else f"'{run_id}'"
+
+    found = [
+        (each, re.fullmatch(r"(\+{0,2}run_id=)([\w.-]+(?:,[\w.-]+)*)", each)) for each in overrides
+    ]
+    return [
+        each if parts is None else parts[1] + ",".join(map(text, parts[2].split(",")))
+        for each, parts in found
+    ]
+
+
+def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
+    """Merge a composed configuration into its schema and check every value.
+
+    Returns:
+        A read-only DictConfig of the type `schema`, interpolations resolved.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value is of the wrong type or out of range.
+    """
+    try:
+        if isinstance(run_id := OmegaConf.select(cfg, "run_id"), int | float):
+            raise UserError(f"run_id={run_id}: read as a number; write it as \"run_id='1_1'\"")
+        merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise UserError(f"no value for {', '.join(missing)}")
+        adopted = issubclass(schema, StageConfig) and adopt_repo(merged)
+        OmegaConf.resolve(merged)
+        if adopted and not issubclass(schema, DistillConfig):  # there it is one to be made
+            drop_drafter(merged)
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from error
+    validate(merged)
+    OmegaConf.set_readonly(merged, True)
+    return cast(Schema, merged)
+
+
+def explain(error: Exception) -> str:
+    """Tell an error of Hydra or OmegaConf in one line, with what would have been allowed."""
+    if isinstance(error, OverrideParseException):
+        return (
+            f"cannot read '{error.override}': write key=value, and quote a value that holds "
+            "spaces, commas or brackets, as in 'key=\"a, b\"'"
+        )
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
+        return _unknown_key(cause)
+    lines = str(error).split("\nConfig search path")[0].splitlines()
+    if isinstance(error, OmegaConfBaseException):
+        return f"{error.full_key}: {lines[0]}" if error.full_key else lines[0]
+    return _one_line(lines)
+
+
+def _unknown_key(cause: OmegaConfBaseException) -> str:
+    keys = sorted(str(key) for key in cause.parent_node or () if key != "hydra")
+    near = difflib.get_close_matches(str(cause.key), keys, n=2)
+    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+    parent, _, _ = str(cause.full_key).rpartition(".")
+    place = f"keys of {parent}" if parent else "keys"
+    return f"unknown key {cause.full_key}{hint}; {place}: {', '.join(keys) or 'none'}"
+
+
+def _one_line(lines: list[str]) -> str:
+    """Join lines into one; indented lines are items of the list that the line before announces."""
+    text = ""
+    for line in filter(str.strip, lines):
+        if not text or text[-1] in ".:":
+            separator = " " if text else ""
+        else:
+            separator = ", " if line[0].isspace() else "; "
+        text += separator + line.strip()
+    return text

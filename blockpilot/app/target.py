@@ -1,0 +1,54 @@
+"""The target that a stage's configuration describes."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from transformers import PretrainedConfig
+
+from blockpilot.app.config import ModelConfig, StageConfig
+from blockpilot.base.devices import pick_device, pick_dtype
+from blockpilot.decoding.engine import with_engine
+from blockpilot.decoding.loading import configuration, pretrained_target, random_target
+from blockpilot.decoding.target import Target
+
+
+def load_target(cfg: StageConfig) -> Target:
+    """The target of a stage on its device, in its dtype and behind its engine.
+
+    With `weights=random` it is built from `model.architecture`, offline, with a byte tokenizer.
+    Raises UserError when the model cannot be found, read or reached.
+    """
+    model, device = cfg.model, pick_device(cfg.device)
+    dtype = pick_dtype(cfg.dtype, model.dtype, device)
+    if cfg.weights == "random":
+        target = random_target(
+            _architecture(model),
+            name=model.name,
+            device=device,
+            dtype=dtype,
+            attention=cfg.attention,
+            seed=cfg.seed,
+        )
+    else:
+        target = pretrained_target(
+            model.repo,
+            name=model.name,
+            revision=model.revision,
+            gguf=model.gguf,
+            package=model.package,
+            device=device,
+            dtype=dtype,
+            attention=cfg.attention,
+        )
+    return with_engine(target, OmegaConf.select(cast("Any", cfg), "engine") or "eager")
+
+
+def model_shape(model: ModelConfig) -> PretrainedConfig:
+    """The Hugging Face configuration of a model's language part, without any weight (UserError)."""
+    return configuration(_architecture(model), model.repo, model.revision)
+
+
+def _architecture(model: ModelConfig) -> dict[str, Any]:
+    return cast("dict[str, Any]", OmegaConf.to_container(cast("Any", model.architecture)))

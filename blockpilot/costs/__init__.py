@@ -1,0 +1,1 @@
+"""What a cycle costs: measured curves and their fits."""

@@ -1,0 +1,1 @@
+"""Training of drafters from what their target itself says."""

@@ -1,0 +1,1 @@
+"""Checkpoints in their published forms: config.json and tensors, never code."""

@@ -1,0 +1,1 @@
+"""Predictors and policies against the best fixed size, on unseen prompts."""

@@ -1,0 +1,1 @@
+"""What predicts a block size: its examples, its net, its training."""

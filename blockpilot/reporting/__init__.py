@@ -1,1 +1,0 @@
-"""Reporting: numbers and tables from records alone; loads no model."""

@@ -1,0 +1,1 @@
+"""Tau, intervals, luck and oracles: pure functions of arrays and of rows."""

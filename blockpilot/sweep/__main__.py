@@ -1,0 +1,279 @@
+"""Stage `sweep`: every prompt at every block size, and plain decoding, one row each.
+
+    python -m blockpilot.sweep +model=qwen3-4b prompts=[gsm8k,humaneval] radius=2
+    python -m blockpilot.sweep mode=decode ...      # timed, every size decoded
+    torchrun --nproc-per-node 2 -m blockpilot.sweep ...
+
+Rows, prefill distributions and `records.parquet` lie in <paths.outputs>/sweep/<run id>/; the same
+run id again finishes what is missing and repeats nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from blockpilot.app.config import SweepConfig
+from blockpilot.app.job import stage
+from blockpilot.app.target import load_target
+from blockpilot.app.terminal import show_estimate
+from blockpilot.app.tracking import tracked
+from blockpilot.base.errors import IncompleteError, UserError
+from blockpilot.base.launch import meet, world
+from blockpilot.base.provenance import facts
+from blockpilot.costs.curve import cost_settings, load_cost
+from blockpilot.decoding.divergence import EXACT_MARGIN
+from blockpilot.decoding.loop import Method
+from blockpilot.decoding.protocols import Drafter
+from blockpilot.decoding.target import Target
+from blockpilot.decoding.verify import verify
+from blockpilot.drafters.none import NoDrafter
+from blockpilot.policies.fixed import FixedPolicy
+from blockpilot.prompts.base import Prompt
+from blockpilot.prompts.load import load_prompts
+from blockpilot.records.prompts import save_prompts
+from blockpilot.records.schema import METHOD_FIELDS, PLAIN, SHARED_FIELDS, token_hash
+from blockpilot.records.settings import keep_settings
+from blockpilot.records.store import (
+    Store,
+    missing_prompts,
+    read_records,
+    read_table,
+    shard,
+    write_parquet,
+)
+from blockpilot.sweep.decoded import DecodedSweep
+from blockpilot.sweep.plan import sweep_plan
+from blockpilot.sweep.replayed import ReplayedSweep
+from blockpilot.sweep.rows import Rows
+from blockpilot.sweep.tables import figures_of, sweep_table
+from blockpilot.sweep.tables import render as render_table
+
+log = logging.getLogger("blockpilot.sweep")  # __name__ is __main__ under python -m
+
+
+def run(cfg: SweepConfig) -> pd.DataFrame:
+    """Replay or decode what is missing, print the table; all rows of the run folder.
+
+    With `plan` nothing is loaded or measured, and there are no rows.
+
+    Raises IncompleteError when prompts failed or, in float32 and float64, when an output differs
+    from plain decoding by more than rounding explains. What was measured is kept.
+    """
+    folder = Path(cfg.paths.outputs) / "sweep" / cfg.run_id
+    prompts = load_prompts(
+        instantiate(cfg.prompts.sets, _convert_="all"),
+        limit=cfg.prompts.limit,
+        path=cfg.prompts.path,
+        split=cfg.prompts.split,
+        folder=cfg.prompts.folder,
+    )
+    if cfg.plan:
+        show_estimate(sweep_plan(cfg, prompts))
+        return pd.DataFrame()
+    drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
+    target = load_target(cfg)
+    drafter.bind(target)
+    target.timed = cfg.mode == "decode" or not drafter.replayable
+    methods = sweep_methods(cfg, drafter, target)
+    sweep = new_sweep(cfg, target, drafter, methods, folder)
+    place, tracker = world(), instantiate(cfg.tracker, _convert_="all")
+    expected = {prompt.id: sweep.expected_keys(prompt) for prompt in prompts}
+    keep_settings(
+        folder / "settings.json",
+        shared_settings(sweep, prompts[0]),
+        what="rows",
+        parts=method_settings(sweep, prompts[0]),
+    )
+    check_prompt_tokens(sweep, prompts, folder)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    with Store(
+        folder,
+        run_id=cfg.run_id,
+        rank=place.rank,
+        world_size=place.size,
+        settings=settings,
+        provenance=facts(target.device) | {"target_parameters": target.model.num_parameters()},
+    ) as store:
+        if place.rank == 0:
+            save_prompts(folder, prompts)
+        missing = set(missing_prompts(folder, expected))
+        todo = [p for p in shard(prompts, place.rank, place.size) if p.id in missing]
+        lacking = set(read_table(folder, ["method"])["method"].to_pylist()) - set(methods)
+        if todo and lacking:
+            log.warning("prompts measured now have no %s, as rows of before", sorted(lacking))
+        log.info("%d of %d prompts to do, methods: %s", len(todo), len(prompts), ", ".join(methods))
+        sweep.measure(todo, store)
+    write_parquet(folder)
+    # A rank that leaves with an error ends the others, and the table is of all ranks' rows.
+    meet(f"{cfg.run_id}/measured")
+    records = read_records(folder)
+    if place.rank == 0:
+        with tracked(tracker, folder, config=settings, rank=0):
+            tracker.summarise(figures_of(show(records)))
+    meet(f"{cfg.run_id}/shown")
+    raise_if_incomplete(sweep, records)
+    return records
+
+
+def new_sweep(
+    cfg: SweepConfig,
+    target: Target,
+    drafter: Drafter,
+    methods: dict[str, Method],
+    folder: Path,
+) -> DecodedSweep | ReplayedSweep:
+    """The sweep of the mode asked for; a drafter that cannot be replayed is decoded, told so."""
+    if not target.timed:
+        cost = None
+        if cfg.cost is not None:
+            own = {"temperature": cfg.decoding.temperature}
+            cost = load_cost(cfg.cost, cost_settings(target, drafter) | own)
+            told = [f"{cost.settings.get(name)}" for name in ("hardware", "threads", "dtype")]
+            log.info("times are predicted for %s, threads %s, %s", *told)
+        return ReplayedSweep(cfg, target, methods, folder, drafter, cost)
+    if cfg.cost is not None:
+        raise UserError(f"cost={cfg.cost}: times of decoded rows are measured; set mode=replay")
+    if cfg.mode == "replay":
+        log.warning("drafter %s cannot be replayed: decoding instead", drafter.name)
+    return DecodedSweep(cfg, target, methods, folder)
+
+
+def shared_settings(sweep: DecodedSweep | ReplayedSweep, prompt: Prompt) -> dict[str, Any]:
+    """What all rows of a run folder share: a table of others would compare what differs.
+
+    The seed may differ. Times are of one machine, predicted ones of one curve.
+    """
+    row = asdict(sweep.settings(prompt, 0, PLAIN))
+    shared = {name: row[name] for name in SHARED_FIELDS if name != "seed"}
+    if isinstance(sweep, ReplayedSweep):
+        return shared | {"cost": None if sweep.cost is None else sweep.cost.digest()}
+    machine = facts(sweep.target.device)
+    if sweep.target.device.type == "cpu":
+        return shared | {name: machine[name] for name in ("cpu", "threads")}
+    return shared | {"gpu": machine["gpu"]}
+
+
+def method_settings(sweep: DecodedSweep | ReplayedSweep, prompt: Prompt) -> dict[str, Any]:
+    """What each method of a run folder means; a name may be added, not given another meaning."""
+    rows = {name: asdict(sweep.settings(prompt, 0, name)) for name in sweep.methods}
+    return {
+        f"{name}.{field}": row[field]
+        for name, row in rows.items()
+        for field in METHOD_FIELDS
+        if field != "method"
+    }
+
+
+def check_prompt_tokens(
+    sweep: DecodedSweep | ReplayedSweep, prompts: Sequence[Prompt], folder: Path
+) -> None:
+    """Refuse a folder whose rows were measured on other tokens of a prompt (UserError)."""
+    wanted = ["prompt_id", "turn", "prompt_sha256"]
+    rows = read_table(folder, wanted).to_pylist()
+    stored = {row["prompt_id"]: row["prompt_sha256"] for row in rows if row["turn"] == 0}
+    for prompt in prompts:
+        if (before := stored.get(prompt.id)) and token_hash(sweep.turn(prompt, []).ids) != before:
+            raise UserError(
+                f"rows in {folder} were measured on other tokens of prompt {prompt.id}: its text, "
+                "the tokenizer or its chat template changed; choose another run_id"
+            )
+
+
+def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[str, Method]:
+    """Plain decoding, the drafter at every size and under further policies; bound to the target.
+
+    Sizes are B-k..B+k around the trained block size B, clipped to what is possible, and those
+    listed. Size 1 is plain decoding.
+    """
+    plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode=cfg.block_mode), verify)
+    methods = {PLAIN: plain}
+    trained = drafter.trained_block_size
+    sizes = set(cfg.sizes)
+    if trained is not None:
+        widest = trained if cfg.block_mode == "verify" else trained + cfg.radius
+        sizes |= set(range(max(1, trained - cfg.radius), widest + 1))
+    elif sizes - {1}:
+        raise UserError(f"sizes={list(cfg.sizes)}: drafter {drafter.name} has no block size but 1")
+    for size in sorted(sizes - {1}):
+        policy = FixedPolicy(block_size=size, block_mode=cfg.block_mode)
+        methods[f"{drafter.name}{size}"] = Method(drafter, policy, verify)
+    path = cfg.policy.path
+    if path and all(each.get("path") != path for each in cfg.methods.values()):
+        raise UserError(f"policy.path={path}: no method reads it; add method=[blockpilot]")
+    for name, each in cfg.methods.items():
+        if name in methods:
+            raise UserError(f"methods: {name} is a fixed size of this sweep already")
+        parts = instantiate(each, _convert_="all")
+        if isinstance(parts, dict):
+            brought, policy = parts["drafter"], parts["policy"]
+            if cfg.mode == "replay":
+                raise UserError(
+                    f"method {name} brings its own drafter, {brought.name}: a replay is of one; "
+                    "set mode=decode"
+                )
+        else:
+            brought, policy = drafter, parts
+        methods[str(name)] = Method(brought, policy, verify)
+    for method in methods.values():
+        method.bind(target)
+    return methods
+
+
+def show(records: pd.DataFrame) -> pd.DataFrame:
+    """Print the table of a sweep; the table."""
+    table = sweep_table(records)
+    Console().print(render_table(table, "sweep"))
+    parted = records[records["divergence_margin"].notna()]
+    if not parted.empty:
+        margins = parted["divergence_margin"]
+        widest: dict[str, Any] = parted.to_dict("records")[int(margins.to_numpy().argmax())]  # type: ignore[assignment]
+        log.info(
+            "%d outputs part from plain decoding, by a median margin of %.2g; the widest, %.2g, is "
+            "%s with %s at new token %d (columns divergence_at, divergence_margin)",
+            len(parted),
+            margins.median(),
+            margins.max(),
+            widest["prompt_id"],
+            widest["method"],
+            widest["divergence_at"],
+        )
+    return table
+
+
+def raise_if_incomplete(sweep: Rows, records: pd.DataFrame) -> None:
+    """IncompleteError when prompts failed now or outputs differ beyond rounding, now or before."""
+    if sweep.failed:
+        raise IncompleteError(
+            f"failed prompts: {len(sweep.failed)} ({', '.join(sweep.failed[:5])}); their rows "
+            f"hold the error, the same run_id tries them again"
+        )
+    exact = records[records["dtype"].isin(["float32", "float64"])]
+    unequal = exact[exact["divergence_margin"] > EXACT_MARGIN]
+    if len(unequal):
+        told = [
+            f"{row['prompt_id']} with {row['method']} ({row['divergence_margin']:.2g})"
+            for row in unequal.head(5).to_dict("records")
+        ]
+        raise IncompleteError(
+            f"outputs differ from plain decoding by more than rounding explains "
+            f"(margin over {EXACT_MARGIN}): {', '.join(told)}"
+        )
+
+
+@stage("sweep", SweepConfig)
+def main(cfg: SweepConfig) -> None:
+    """Entry point."""
+    run(cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""A sweep that answers each prompt once, many at a time, and replays all sizes from the answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockpilot.app.config import SweepConfig
+from blockpilot.app.terminal import progress_bar
+from blockpilot.base.errors import UserError
+from blockpilot.costs.curve import CostCurve
+from blockpilot.decoding.anchors import TOP, Answered, Replay
+from blockpilot.decoding.answers import Answer, answer
+from blockpilot.decoding.loop import Method
+from blockpilot.decoding.protocols import Drafter
+from blockpilot.decoding.replay import anchors_per_chunk, free_memory, replay
+from blockpilot.decoding.target import Target
+from blockpilot.decoding.types import Trace
+from blockpilot.prompts.base import Prompt
+from blockpilot.records.replays import Text, save_replay
+from blockpilot.records.schema import PLAIN, failed_row, ok_row, skipped_row
+from blockpilot.records.store import Store
+from blockpilot.sweep.rows import Rows, Turn
+
+log = logging.getLogger(__name__)
+
+_SHARE = 8  # of the free memory, the part that drafts may take
+
+
+@dataclass
+class _Conversation:
+    """How far one prompt has come."""
+
+    prompt: Prompt
+    answers: list[str] = field(default_factory=list)
+    problem: str | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+class ReplayedSweep(Rows):
+    """Replays prompts with all methods and hands the rows to the store."""
+
+    mode = "replay"
+
+    def __init__(
+        self,
+        cfg: SweepConfig,
+        target: Target,
+        methods: dict[str, Method],
+        folder: Path,
+        drafter: Drafter,
+        cost: CostCurve | None,
+    ) -> None:
+        super().__init__(cfg, target, methods, folder)
+        self.drafter, self.cost = drafter, cost
+        given = cfg.replay.memory_gb
+        self.memory = int(given * 2**30) if given else free_memory(target.device) // _SHARE
+        self.candidates = 0
+        if drafter.has_marginals and cfg.replay.marginals:
+            self.candidates = max([TOP, *(each.policy.candidates for each in methods.values())])
+        self.plans = [p for method in methods.values() for p in method.policy.replay_plans()]
+        for name, method in methods.items():
+            if method.policy.reads_clock:
+                raise UserError(
+                    f"method {name}: its choices depend on this machine's clock; set mode=decode"
+                )
+            if method.policy.candidates and not cfg.replay.marginals:
+                raise UserError(f"replay.marginals=false: {name} is replayed from the marginals")
+            if cost is not None:  # a size without a cost shows here, not prompt by prompt
+                seconds = cost.tree_seconds if method.policy.tree else cost.seconds
+                seconds(method.policy.block_size or 1, 1)
+
+    def measure(self, prompts: list[Prompt], store: Store) -> None:
+        """Answer and replay batches of prompts; the rows of a prompt are written together."""
+        # Prompts of similar length share a batch, so that little of it is padding.
+        ordered = sorted(prompts, key=lambda prompt: len(prompt.turns[0]))
+        size = self.cfg.replay.batch_size
+        with progress_bar() as progress:
+            task = progress.add_task("replay", total=len(prompts))
+            for start in range(0, len(ordered), size):
+                batch = [_Conversation(prompt) for prompt in ordered[start : start + size]]
+                for number in range(max(len(each.prompt.turns) for each in batch)):
+                    self._turn_of_all(batch, number)
+                for each in batch:
+                    store.append(each.rows)
+                    progress.advance(task)
+
+    def _turn_of_all(self, batch: Sequence[_Conversation], number: int) -> None:
+        """Rows of turn `number` of every conversation that has one."""
+        ready: list[tuple[_Conversation, Turn]] = []
+        for each in batch:
+            if number >= len(each.prompt.turns):
+                continue
+            if each.problem is None:
+                try:
+                    turn = self.turn(each.prompt, each.answers)
+                    each.problem = turn.problem
+                except UserError as error:
+                    self._fail(each, number, error)
+                    continue
+            if each.problem is None:
+                ready.append((each, turn))
+            else:
+                each.rows += [
+                    skipped_row(self.settings(each.prompt, number, name), each.problem)
+                    for name in self.methods
+                ]
+        for each, turn, said in self._answered(ready, number):
+            try:
+                each.rows += self._replayed(each.prompt, number, turn, said)
+                each.answers.append(self.text(said.tokens if said else []))
+            except (UserError, RuntimeError) as error:
+                self._fail(each, number, error)
+
+    def _fail(self, each: _Conversation, number: int, error: Exception) -> None:
+        log.error("%s: %s", each.prompt.id, error)
+        self.failed.append(each.prompt.id)
+        each.problem = "an earlier turn failed"
+        settings = [self.settings(each.prompt, number, name) for name in self.methods]
+        each.rows += [failed_row(one, error) for one in settings]
+
+    def _answered(
+        self, ready: list[tuple[_Conversation, Turn]], number: int
+    ) -> list[tuple[_Conversation, Turn, Answer | None]]:
+        """The turns with their answers; one that fails does not take the others with it."""
+        budget, layers = self.cfg.decoding.max_new_tokens, self.drafter.feature_layers
+        if not ready or budget == 0:
+            return [(each, turn, None) for each, turn in ready]
+        sampler = self.sampler([turn.hash for _, turn in ready])
+        try:
+            said = answer(self.target, [t.ids for _, t in ready], sampler, budget, layers)
+        except (UserError, RuntimeError) as error:
+            if len(ready) > 1:
+                return [one for pair in ready for one in self._answered([pair], number)]
+            self._fail(ready[0][0], number, error)
+            return []
+        return [(each, turn, one) for (each, turn), one in zip(ready, said, strict=True)]
+
+    def _replayed(
+        self, prompt: Prompt, number: int, turn: Turn, said: Answer | None
+    ) -> list[dict[str, Any]]:
+        """One row per method; the per-anchor record and the prefill are stored beside them."""
+        if said is None:
+            traces = {name: Trace(stop_reason="budget") for name in self.methods}
+        else:
+            self.keep_prefill(prompt, number, said.prefill_logits, said.prefill_hidden)
+            found = self._replay(turn, said)
+            text = Text([*turn.ids, *said.tokens], len(turn.ids))
+            features = said.features if self.cfg.replay.keep_features else None
+            settings = self.settings(prompt, number, PLAIN)
+            save_replay(self.folder, settings, text, found, features)
+            answered = Answered(
+                said.tokens, len(turn.ids), said.prefill_logits, said.prefill_hidden
+            )
+            traces = {}
+            for name, method in self.methods.items():
+                choices = method.policy.replayed(found, answered)
+                traces[name] = choices.trace(said.tokens, said.stop_reason)
+        rows = []
+        for name, trace in traces.items():
+            row = ok_row(self.settings(prompt, number, name), trace, prompt_ids=turn.ids)
+            if self.cost is not None:
+                trees = self.methods[name].policy.tree
+                row |= self.cost.predicted(trace, len(turn.ids), trees=trees)
+            rows.append(row)
+        return rows
+
+    def _replay(self, turn: Turn, said: Answer) -> Replay:
+        device = self.target.device
+        ids = torch.tensor([*turn.ids, *said.tokens], device=device)
+        features = None if said.features is None else said.features.to(device)
+        return replay(
+            self.drafter,
+            ids,
+            len(turn.ids),
+            features,
+            self.plans,
+            chunk=anchors_per_chunk(self.drafter, self.target, len(ids), self.memory),
+            candidates=self.candidates,
+        )

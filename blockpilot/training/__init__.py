@@ -1,1 +1,0 @@
-"""Training of drafters from the target's own responses."""

@@ -1,1 +1,0 @@
-"""Verifiers: one target forward per cycle decides what is committed."""
