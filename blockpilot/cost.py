@@ -39,7 +39,6 @@ from blockpilot.decoding.protocols import Drafter
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Trace
-from blockpilot.decoding.verify import verify
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.blockpilot import BlockSizePolicy
 from blockpilot.policies.fixed import FixedPolicy
@@ -144,10 +143,10 @@ def cost_methods(cfg: CostConfig, drafter: Drafter, target: Target) -> dict[Cell
     methods = {}
     for size in sorted(set(cfg.sizes)):
         policy = FixedPolicy(block_size=size, block_mode="draft")
-        methods[Cell(size, False)] = Method(NoDrafter() if size == 1 else drafter, policy, verify)
+        methods[Cell(size, False)] = Method(NoDrafter() if size == 1 else drafter, policy)
     for positions in sorted(set(cfg.trees)):
         methods[Cell(positions, True)] = Method(
-            drafter, TreePolicy(nodes=positions - 1, cost=None, fit=None, online=False), verify
+            drafter, TreePolicy(nodes=positions - 1, cost=None, fit=None, online=False)
         )
     for method in methods.values():
         method.bind(target)
@@ -205,7 +204,7 @@ def predictor_seconds(cfg: CostConfig, target: Target, drafter: Drafter) -> list
     """
     if cfg.policy.path is None:
         return None
-    method = Method(drafter, BlockSizePolicy(path=cfg.policy.path), verify)
+    method = Method(drafter, BlockSizePolicy(path=cfg.policy.path))
     method.bind(target)
     prompt = torch.arange(min(cfg.contexts)).remainder(target.embed_rows).tolist()
     traces = [decode(target, method, prompt, KeyedSampler(), 2) for _ in range(cfg.repeats + 1)]

@@ -30,7 +30,6 @@ from blockpilot.base.paths import conf_dir
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.types import Trace
-from blockpilot.decoding.verify import verify
 from blockpilot.prompts.base import UNASSIGNED, Prompt
 from blockpilot.prompts.render import render
 
@@ -62,7 +61,7 @@ class Pair:
         self.cfg = cfg
         drafter = instantiate(cfg.drafter, _convert_="all")
         policy = instantiate(cfg.policy, _convert_="all")
-        self.method = Method(drafter, policy, verify)
+        self.method = Method(drafter, policy)
         self.target = load_target(cfg)
         self.method.bind(self.target)
 

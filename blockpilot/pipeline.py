@@ -40,7 +40,7 @@ from blockpilot.base.errors import IncompleteError, UserError
 from blockpilot.base.files import make_folder, replace_file
 from blockpilot.base.json_values import first_line, fitted
 from blockpilot.base.paths import conf_dir
-from blockpilot.sweep.plan import mode_of
+from blockpilot.sweep.estimate import mode_of
 
 log = logging.getLogger("blockpilot.pipeline")  # __name__ is __main__ under python -m
 

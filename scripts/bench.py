@@ -27,7 +27,6 @@ from blockpilot.base.files import make_folder, replace_file
 from blockpilot.base.launch import run_id
 from blockpilot.base.provenance import facts
 from blockpilot.decoding.loop import Method
-from blockpilot.decoding.verify import verify
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.generate import open_pair
 from blockpilot.policies.fixed import FixedPolicy
@@ -41,7 +40,7 @@ FORMATS = dict.fromkeys(("maths", "chat", "code"), "{turn}")
 def main(overrides: list[str]) -> None:
     """Measure, print, write."""
     pair = open_pair(*overrides)
-    plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
+    plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"))
     plain.bind(pair.target)
     methods = {"plain": plain, "drafter": pair.method}
     model = pair.cfg.model

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.dflash_net import DFlashNetwork
 from blockpilot.drafters.prompt_lookup import PromptLookupDrafter
@@ -81,7 +80,7 @@ def bench_peers(pair: Pair, methods: dict[str, Method], prompts: list[list[int]]
         "dflash": lambda ids: ours(pair, pair.method, ids),
     }
     policy = FixedPolicy(block_size=LOOKUP + 1, block_mode="draft")
-    lookup = Method(PromptLookupDrafter(max_ngram=2, block_size=LOOKUP + 1), policy, verify)
+    lookup = Method(PromptLookupDrafter(max_ngram=2, block_size=LOOKUP + 1), policy)
     lookup.bind(pair.target)
     runs["lookup"] = lambda ids: ours(pair, lookup, ids)
     runs["generate lookup"] = lambda ids: theirs(pair, ids, prompt_lookup_num_tokens=LOOKUP)

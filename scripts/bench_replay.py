@@ -16,8 +16,7 @@ from blockpilot.decoding.answers import Answer, answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import anchors_per_chunk, free_memory, replay
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.types import Plan, Trace
-from blockpilot.decoding.verify import verify
+from blockpilot.decoding.types import Block, Trace
 from blockpilot.generate import Pair
 from blockpilot.policies.fixed import FixedPolicy
 
@@ -29,11 +28,11 @@ def bench_replay(pair: Pair, plain: Method, prompts: list[list[int]]) -> Section
     target, drafter = pair.target, pair.method.drafter
     device, trained = target.device, drafter.trained_block_size
     assert trained is not None
-    methods: dict[Plan, Method] = {Plan(1, 1): plain}
+    methods: dict[Block, Method] = {Block(1, 1): plain}
     for size in range(trained - RADIUS, trained + RADIUS + 1):
         policy = FixedPolicy(block_size=size, block_mode="draft")
-        methods[Plan(size, size)] = Method(drafter, policy, verify)
-        methods[Plan(size, size)].bind(target)
+        methods[Block(size, size)] = Method(drafter, policy)
+        methods[Block(size, size)].bind(target)
     sampler = KeyedSampler(prompt_hashes=[""] * len(prompts))
     said: list[Answer] = []
     n_tokens = answer_length(pair, N_TOKENS)
@@ -93,7 +92,7 @@ def _decoder(pair: Pair, method: Method, ids: list[int], traces: list[Trace]) ->
     return lambda: traces.append(decode(pair.target, method, ids, KeyedSampler(), n_tokens))
 
 
-def _compare(pair: Pair, plan: Plan, ids: list[int], trace: Trace) -> tuple[bool, float]:
+def _compare(pair: Pair, plan: Block, ids: list[int], trace: Trace) -> tuple[bool, float]:
     """Whether a replay of the text that a method decoded has its cycles; the difference in tau."""
     target, drafter = pair.target, pair.method.drafter
     text = torch.tensor([*ids, *trace.tokens], device=target.device)

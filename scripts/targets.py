@@ -30,7 +30,6 @@ from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import replay
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.fixed import FixedPolicy
@@ -140,8 +139,9 @@ def broken_law(model: PreTrainedModel) -> str | None:
     ids = torch.tensor([PROMPT])
     drafter = DFlashDrafter(**DRAFTER)
     drafter.bind(target)
-    sized = Method(drafter, FixedPolicy(block_size=SIZE, block_mode="draft"), verify)
-    alone = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
+    policy = FixedPolicy(block_size=SIZE, block_mode="draft")
+    sized = Method(drafter, policy)
+    alone = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"))
     for method in (sized, alone):
         method.bind(target)
     for temperature in (0.0, 1.0):
@@ -163,9 +163,9 @@ def broken_law(model: PreTrainedModel) -> str | None:
         target.capture(drafter.feature_layers)
         with torch.inference_mode():
             features = target.forward(text[:-1], target.new_cache(len(text)), 1).features
-        plans = sized.policy.replay_plans()
-        found = replay(drafter, text, len(PROMPT), features, plans, chunk=64)
-        replayed = found.trace(plans[0], plain.tokens, plain.stop_reason)
+        blocks = policy.replay_blocks()
+        found = replay(drafter, text, len(PROMPT), features, blocks, chunk=64)
+        replayed = found.trace(blocks[0], plain.tokens, plain.stop_reason)
         if replayed.committed != drafted.committed:
             return "a replay differs from decoding"
     return None

@@ -14,7 +14,6 @@ from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Draft, Trace, Verdict, View
-from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.fixed import FixedPolicy
@@ -88,7 +87,6 @@ class ScriptedDrafter:
     name = "scripted"
     fingerprint = "scripted"
     shape = None
-    replayable = False
     has_marginals = False
     trained_block_size: int | None = 8
     feature_layers: tuple[int, ...] = (1,)
@@ -140,7 +138,7 @@ def plain(
 ) -> Trace:
     """Plain decoding."""
     policy = FixedPolicy(block_size=1, block_mode="draft")
-    method = Method(NoDrafter(), policy, verify)
+    method = Method(NoDrafter(), policy)
     method.bind(target)
     return decode(target, method, prompt, choose or sampler(), budget)
 
@@ -155,6 +153,6 @@ def scripted(
 ) -> Trace:
     """Decoding with a scripted drafter."""
     drafter = ScriptedDrafter(gold, wrong)
-    method = Method(drafter, FixedPolicy(block_size=block_size, block_mode="draft"), verify)
+    method = Method(drafter, FixedPolicy(block_size=block_size, block_mode="draft"))
     method.bind(target)
     return decode(target, method, PROMPT, choose or sampler(), budget)

@@ -265,9 +265,10 @@ def decoded(curve: str, now: list[float], *, online: bool, n: int) -> list[Trace
         return verify(*given)
 
     policy = TreePolicy(nodes=NODES, cost=curve, fit="measured", online=online)
-    method = Method(part, policy, slow)
-    method.bind(target)
-    traces = [decode(target, method, PROMPT, sampler(1.0), 60) for _ in range(n)]
+    method = Method(part, policy).bind(target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("blockpilot.decoding.loop.verify", slow)
+        traces = [decode(target, method, PROMPT, sampler(1.0), 60) for _ in range(n)]
     assert all(trace.tokens == drafter.gold for trace in traces), "the text is plain decoding's"
     return traces
 

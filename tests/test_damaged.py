@@ -23,7 +23,7 @@ from blockpilot import pipeline, train
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve, CostPoint, load_cost
 from blockpilot.decoding.anchors import Replay
-from blockpilot.decoding.types import Plan
+from blockpilot.decoding.types import Block
 from blockpilot.distill.corpus import Corpus
 from blockpilot.distill.responses import SCHEMA
 from blockpilot.evaluate.comparison import COMPARED, EVALUATED
@@ -37,9 +37,9 @@ from blockpilot.predictor.net import (
 )
 from blockpilot.predictor.trainer import PredictorTrainer
 from blockpilot.prompts.base import Prompt
-from blockpilot.records.prefill import Prefill, read_prefill, save_prefill
-from blockpilot.records.prompts import read_prompts, save_prompts
-from blockpilot.records.replays import Text, read_replay, save_replay
+from blockpilot.records.prefill import Prefill
+from blockpilot.records.replays import Text
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.settings import keep_settings
 from blockpilot.records.store import read_manifests, read_records
 from blockpilot.report.__main__ import Run, evaluation_sections
@@ -114,9 +114,9 @@ def steps(folder: Path) -> Path:
     return file
 
 
-@kind("prompts.jsonl", lambda file: read_prompts(file.parent), turns=changed(turns=[1]))
+@kind("prompts.jsonl", lambda file: RunFolder(file.parent).prompts(), turns=changed(turns=[1]))
 def prompts(folder: Path) -> Path:
-    save_prompts(folder, [Prompt("s/1", "s", ("a text",), "test")])
+    RunFolder(folder).keep_prompts([Prompt("s/1", "s", ("a text",), "test")])
     return folder / "prompts.jsonl"
 
 
@@ -140,16 +140,20 @@ def records(folder: Path) -> Path:
 
 
 @kind(
-    "set_1", lambda file: read_prefill(file.parents[1], ROW), shape=changed(logits=torch.ones(2, 2))
+    "set_1",
+    lambda file: RunFolder(file.parents[1]).prefill(ROW),
+    shape=changed(logits=torch.ones(2, 2)),
 )
 def prefill(folder: Path) -> Path:
-    return save_prefill(folder, make_settings(1, 8), Prefill(torch.ones(9), torch.ones(4)))
+    return RunFolder(folder).keep_prefill(
+        make_settings(1, 8), Prefill(torch.ones(9), torch.ones(4))
+    )
 
 
-@kind("set_1 of a replay", lambda file: read_replay(file.parents[1], ROW), key=without("ids"))
+@kind("set_1 of a replay", lambda file: RunFolder(file.parents[1]).replay(ROW), key=without("ids"))
 def replay(folder: Path) -> Path:
-    found = Replay({Plan(3, 3): torch.zeros(2, dtype=torch.int16)}, None)
-    return save_replay(folder, make_settings(1, 8), Text([1, 2, 3], 1), found, None)
+    found = Replay({Block(3, 3): torch.zeros(2, dtype=torch.int16)}, None)
+    return RunFolder(folder).keep_replay(make_settings(1, 8), Text([1, 2, 3], 1), found, None)
 
 
 @kind(

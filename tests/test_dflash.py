@@ -20,8 +20,7 @@ from torch import Tensor
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.types import Draft, Forward, Plan, Trace, Verdict, View
-from blockpilot.decoding.verify import verify
+from blockpilot.decoding.types import Block, Draft, Forward, Trace, Verdict, View
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
 from blockpilot.policies.fixed import FixedPolicy
@@ -78,7 +77,7 @@ def run(
     prompt: list[int] = PROMPT,
 ) -> Trace:
     """Decoding with one size."""
-    method = Method(drafter, FixedPolicy(block_size=block_size, block_mode=mode), verify)
+    method = Method(drafter, FixedPolicy(block_size=block_size, block_mode=mode))
     method.bind(target)
     return decode(target, method, prompt, choose or sampler(), budget)
 
@@ -257,9 +256,9 @@ class Alternating(FixedPolicy):
 
     cycle = 0
 
-    def plan(self, view: View) -> Plan:
+    def block(self, view: View) -> Block:
         self.cycle += 1
-        return Plan(1, 1) if self.cycle % 3 else super().plan(view)
+        return Block(1, 1) if self.cycle % 3 else super().plan(view)
 
     def next(self, draft: Draft, view: View) -> Draft:
         return draft
@@ -279,7 +278,7 @@ def test_cycles_without_a_draft_lose_no_context() -> None:
         return draft
 
     drafter.draft = spying  # type: ignore[method-assign]
-    method = Method(drafter, Alternating(block_size=TRAINED, block_mode="draft"), verify)
+    method = Method(drafter, Alternating(block_size=TRAINED, block_mode="draft"))
     method.bind(target)
     trace = decode(target, method, prompt, sampler(), 20)
     assert trace.tokens == plain(target, 20, prompt=prompt).tokens

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.policies.fixed import FixedPolicy
 
@@ -98,7 +97,7 @@ def test_every_published_form_loads_alike(
     assert drafter.feature_layers == (0, 2)
     assert drafter.network is not None
     assert drafter.network.config.mask_token_id == MASK
-    method = Method(drafter, FixedPolicy(block_size=5, block_mode="draft"), verify)
+    method = Method(drafter, FixedPolicy(block_size=5, block_mode="draft"))
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(), 12)
     tokens, committed = ref.reference_dflash_decode(
@@ -219,7 +218,7 @@ def test_the_mask_may_lie_past_the_tokenizer_but_not_past_the_rows(
     target = tiny_target("qwen3", tied=tied, padded_rows=7)
     raw["dflash_config"]["mask_token_id"] = VOCAB + 6
     drafter = DFlashDrafter(checkpoint=str(write(tmp_path, state, raw)), ignore_keys=[])
-    method = Method(drafter, FixedPolicy(block_size=5, block_mode="draft"), verify)
+    method = Method(drafter, FixedPolicy(block_size=5, block_mode="draft"))
     method.bind(target)
     tokens = decode(target, method, PROMPT, sampler(1.0), 12).tokens
     assert tokens == plain(target, 12, sampler(1.0)).tokens

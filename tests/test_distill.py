@@ -31,7 +31,6 @@ from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.verify import verify
 from blockpilot.distill import __main__ as distill
 from blockpilot.distill.corpus import Corpus
 from blockpilot.distill.dflash import replayed_tau
@@ -140,7 +139,7 @@ def test_the_walk_over_stored_answers_gives_the_loops_tau(
 ) -> None:
     target = exact_target(run)
     drafter = DFlashDrafter(checkpoint=str(run.drafter), ignore_keys=[])
-    method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"), verify)
+    method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"))
     method.bind(target)
     assert drafter.network is not None
     settings = response_settings(temperature, 0, 12, (2,), 9)

@@ -21,7 +21,6 @@ from blockpilot.decoding.answers import answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.verify import verify
 from blockpilot.distill import __main__ as distill
 from blockpilot.distill import responses
 from blockpilot.distill.corpus import Corpus, Example
@@ -73,7 +72,7 @@ def respond(
 
 def decoded(target: Target, request: Request, temperature: float) -> list[int]:
     """Plain decoding by the loop."""
-    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
+    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"))
     method.bind(target)
     sampler = KeyedSampler(temperature=temperature, seed=3, prompt_hashes=[request.prompt.hash])
     return decode(target, method, request.ids, sampler, BUDGET).tokens
@@ -234,7 +233,7 @@ def test_prompts_that_the_target_writes_itself_continue_an_empty_user_turn() -> 
         assert all(text.strip() == text != "" for text in written)
         head = target.tokenizer("<user>", add_special_tokens=False)["input_ids"]
         sampler = KeyedSampler(temperature=1.0, seed=0, prompt_hashes=["own/0"])
-        method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
+        method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"))
         method.bind(target)
         tokens = decode(target, method, head, sampler, 64).tokens
         assert tokens[-1] in target.stop_ids

@@ -17,7 +17,7 @@ from torch import Tensor
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.types import Draft, View
-from blockpilot.decoding.verify import verify, walk
+from blockpilot.decoding.verify import accepted_path
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.eagle3 import Eagle3Drafter, random_head
 from blockpilot.drafters.eagle3_net import Eagle3Config, default_layers
@@ -74,7 +74,7 @@ def test_its_trees_are_the_references(
         raw["eagle_aux_hidden_state_layer_ids"] = [3, 1]
     folder = str(write(tmp_path / "head", state, raw))
     drafter = Recorded(checkpoint=folder, ignore_keys=[], depth=depth, top_k=top_k, block_size=size)
-    method = Method(drafter, FixedPolicy(block_size=size, block_mode="draft"), verify)
+    method = Method(drafter, FixedPolicy(block_size=size, block_mode="draft"))
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(1.0), BUDGET)
     text = [*PROMPT, *plain(target, BUDGET + size, sampler(1.0)).tokens]
@@ -99,7 +99,7 @@ def test_its_trees_are_the_references(
             depths.append(depths[parent] + 1)
         chosen = [text[position + 1 + d] for d in depths]
         # Off the path the target's own token is another one, so nothing more is accepted there.
-        accepted = walk(chosen, proposed, parents)
+        accepted = accepted_path(chosen, proposed, parents)
         assert committed <= len(accepted)
         assert committed == len(accepted) or position + committed == len(PROMPT) + BUDGET - 1
 
@@ -112,7 +112,7 @@ def test_more_of_a_tree_accepts_no_less(tmp_path: Path) -> None:
         drafter = Eagle3Drafter(
             checkpoint=folder, ignore_keys=[], depth=4, top_k=8, block_size=size
         )
-        method = Method(drafter, FixedPolicy(block_size=None, block_mode="draft"), verify)
+        method = Method(drafter, FixedPolicy(block_size=None, block_mode="draft"))
         method.bind(target)
         trace = decode(target, method, PROMPT, sampler(1.0), 60)
         assert max(trace.verified) <= size
@@ -133,7 +133,7 @@ def drafts_of(folder: Path) -> Tensor:
     """What a head proposes first, with the target's features of the prompt."""
     target = tiny_target()
     drafter = Recorded(checkpoint=str(folder), ignore_keys=[], depth=2, top_k=3, block_size=9)
-    method = Method(drafter, FixedPolicy(block_size=None, block_mode="draft"), verify)
+    method = Method(drafter, FixedPolicy(block_size=None, block_mode="draft"))
     method.bind(target)
     decode(target, method, PROMPT, sampler(0.0), 2)
     return drafter.drafts[0][1].tokens
@@ -240,7 +240,7 @@ def test_what_shapes_its_drafts_is_in_its_fingerprint() -> None:
 def test_a_block_larger_than_what_is_verified_needs_marginals() -> None:
     """The first nodes of a tree are not its best."""
     drafter = Eagle3Drafter(checkpoint="random", ignore_keys=[], depth=2, top_k=3, block_size=9)
-    method = Method(drafter, FixedPolicy(block_size=4, block_mode="verify"), verify)
+    method = Method(drafter, FixedPolicy(block_size=4, block_mode="verify"))
     with pytest.raises(UserError, match=r"block_mode=verify: drafter eagle3 .*allowed is draft"):
         method.bind(tiny_target())
 
@@ -260,7 +260,7 @@ def test_unrolled_training_steps_are_those_of_drafting(tmp_path: Path) -> None:
     target, (state, raw) = tiny_target(), published()
     folder = str(write(tmp_path / "head", state, raw))
     drafter = Eagle3Drafter(checkpoint=folder, ignore_keys=[], depth=4, top_k=1, block_size=6)
-    method = Method(drafter, FixedPolicy(block_size=None, block_mode="draft"), verify)
+    method = Method(drafter, FixedPolicy(block_size=None, block_mode="draft"))
     method.bind(target)
     network = drafter.network
     assert network is not None

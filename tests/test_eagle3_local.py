@@ -12,7 +12,6 @@ from blockpilot.base.paths import conf_dir
 from blockpilot.decoding.divergence import EXACT_MARGIN, divergence
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.verify import verify
 from blockpilot.generate import Pair, open_pair
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.bundled import BundledSet
@@ -34,8 +33,8 @@ def test_it_drafts_for_its_target_and_the_text_is_plain_decodings(
 ) -> None:
     cfg = composed("sweep", "run_id=run", "mode=decode", f"method=[{name}]")
     parts: Any = instantiate(cfg.methods[name], _convert_="all")
-    method = Method(parts["drafter"], parts["policy"], verify)
-    plain = Method(pair.method.drafter, FixedPolicy(block_size=1, block_mode="draft"), verify)
+    method = Method(parts["drafter"], parts["policy"])
+    plain = Method(pair.method.drafter, FixedPolicy(block_size=1, block_mode="draft"))
     for each in (method, plain):
         each.bind(pair.target)
     formats = dict.fromkeys(("maths", "chat", "code"), "{turn}")

@@ -20,7 +20,6 @@ from blockpilot.base.errors import UserError
 from blockpilot.base.paths import conf_dir
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.verify import verify
 
 DRAFTERS = sorted((conf_dir() / "drafter").glob("*.yaml"))
 POLICIES = sorted((conf_dir() / "policy").glob("*.yaml"))
@@ -48,7 +47,7 @@ def bound_methods(drafter_file: Path, policy: Path, target: Target) -> Iterator[
             continue  # refused by name, see test_eagle3
         for size in SIZES if sized else SIZES[-1:]:
             part: Any = build(policy, block_size=size, block_mode=mode)
-            method = Method(drafter, part, verify)
+            method = Method(drafter, part)
             # No block to size, or no marginals to grow a tree from.
             needs = drafter.has_marginals if part.candidates else True
             if part.name == "blockpilot":

@@ -19,7 +19,6 @@ from blockpilot import dataset, train
 from blockpilot.app.target import load_target
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.policies.blockpilot import BlockSizePolicy
 from blockpilot.predictor.examples import Examples, Origin, gather, leaks, load_examples
@@ -29,8 +28,7 @@ from blockpilot.predictor.net import (
 )
 from blockpilot.predictor.trainer import PredictorTrainer, data_of, regret
 from blockpilot.prompts.base import Prompt
-from blockpilot.records.prefill import read_prefill
-from blockpilot.records.prompts import read_prompts, save_prompts
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.stats.tau import example_names, example_taus, half_taus
 from blockpilot.sweep import __main__ as sweep
 
@@ -69,7 +67,7 @@ def test_examples_are_the_rows_and_prefills_of_the_sweep(folder: Path) -> None:
         for place, size in enumerate(examples.origin.sizes):
             counts = mine.loc[size, "committed"]
             assert examples.gains[index, place] == np.sum(counts) / len(counts)
-        prefill = read_prefill(folder / "sweep/run", mine.loc[1])
+        prefill = RunFolder(folder / "sweep/run").prefill(mine.loc[1])
         torch.testing.assert_close(examples.logits[index], prefill.logits.float())
         torch.testing.assert_close(examples.hidden[index], prefill.hidden.float())
         assert examples.n_prompt_tokens[index] == mine.loc[1, "n_prompt_tokens"]
@@ -126,13 +124,13 @@ def test_near_duplicates_across_runs_stay_on_one_side(tmp_path: Path) -> None:
     for run in ("a", "b"):
         mine = [Prompt(k, run, (v,), "") for k, v in texts.items() if k.startswith(run)]
         (tmp_path / run).mkdir()
-        save_prompts(tmp_path / run, mine)
-        assert read_prompts(tmp_path / run) == mine
+        RunFolder(tmp_path / run).keep_prompts(mine)
+        assert RunFolder(tmp_path / run).prompts() == mine
     rows = [("a/0", "policy"), ("a/1", "policy"), ("b/0", "test"), ("b/1", "validation")]
     records = pd.DataFrame(rows, columns=["prompt_id", "split"])
     assert leaks([tmp_path / "a", tmp_path / "b"], records) == {"a/0"}
     with pytest.raises(UserError, match=r"holds no prompts.jsonl"):
-        read_prompts(tmp_path)
+        RunFolder(tmp_path).prompts()
 
 
 def test_candidates_by_radius(folder: Path) -> None:
@@ -231,7 +229,7 @@ def test_every_input_and_label_trains_and_decodes_plain_decodings_text(
     target = load_target(composed("sweep", *arguments(tmp_path)))
     wanted = plain(target, 8, sampler(1.0)).tokens
     method = Method(
-        DFlashDrafter(checkpoint="random", ignore_keys=[]), BlockSizePolicy(path=str(place)), verify
+        DFlashDrafter(checkpoint="random", ignore_keys=[]), BlockSizePolicy(path=str(place))
     )
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(1.0), 8)
@@ -363,7 +361,7 @@ def test_a_policy_of_another_pair_is_refused_by_name(
     target = load_target(composed("sweep", *arguments(tmp_path)))
     drafter = DFlashDrafter(checkpoint="random", ignore_keys=[])
     with pytest.raises(UserError, match=told):
-        Method(drafter, BlockSizePolicy(path=str(tmp_path)), verify).bind(target)
+        Method(drafter, BlockSizePolicy(path=str(tmp_path))).bind(target)
 
 
 def test_a_folder_without_a_predictor_is_told_in_one_line(tmp_path: Path) -> None:

@@ -15,11 +15,10 @@ from test_replay_trees import Unsure
 
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve, CostPoint, cost_settings
-from blockpilot.decoding.anchors import Answered
+from blockpilot.decoding.anchors import KnownAnswer
 from blockpilot.decoding.answers import answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import replay
-from blockpilot.decoding.verify import verify
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.libraspec import LibraSpecPolicy, exact_length, practical_length
@@ -84,7 +83,7 @@ def test_tokens_are_plain_decodings(tmp_path: Path, exact: bool, temperature: fl
     target = tiny_target()
     given = {"alpha": None, "cost": str(curve(tmp_path, target))}
     policy = LibraSpecPolicy(**(given if exact else {"alpha": 2.2, "cost": None}))
-    method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy, verify)
+    method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy)
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(temperature), 24)
     assert trace.tokens == plain(target, 24, sampler(temperature)).tokens
@@ -102,12 +101,12 @@ def test_a_replay_has_the_cycles_of_decoding(temperature: float) -> None:
     for row, one in enumerate(said):
         drafter.gold = one.tokens
         ids, start = torch.tensor([*PROMPTS[row], *one.tokens]), len(PROMPTS[row])
-        answered = Answered(one.tokens, start, one.prefill_logits, one.prefill_hidden)
+        answered = KnownAnswer(one.tokens, start, one.prefill_logits, one.prefill_hidden)
         for alpha in (0.5, 2.2, 9.0):
-            method = Method(drafter, LibraSpecPolicy(alpha=alpha, cost=None), verify)
+            method = Method(drafter, LibraSpecPolicy(alpha=alpha, cost=None))
             method.bind(target)
-            plans = method.policy.replay_plans()
-            found = replay(drafter, ids, start, one.features, plans, chunk=5, candidates=1)
+            blocks = method.policy.replay_blocks()
+            found = replay(drafter, ids, start, one.features, blocks, chunk=5, candidates=1)
             wanted = decode(target, method, PROMPTS[row], keyed(temperature, [HASHES[row]]), BUDGET)
             trace = method.policy.replayed(found, answered).trace(one.tokens, one.stop_reason)
             for part in ("tokens", "committed", "drafted", "verified"):
@@ -124,13 +123,11 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         LibraSpecPolicy(alpha=0, cost=None)
     policy = LibraSpecPolicy(alpha=2.2, cost=None)
     with pytest.raises(UserError, match="policy libraspec: drafter none has no slot marginals"):
-        Method(NoDrafter(), policy, verify).bind(tiny_target())
+        Method(NoDrafter(), policy).bind(tiny_target())
     other = curve(tmp_path, tiny_target(dtype=torch.float32))
     policy = LibraSpecPolicy(alpha=None, cost=str(other))
     with pytest.raises(UserError, match="measured with dtype=float32, this run has float64"):
-        Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy, verify).bind(
-            tiny_target()
-        )
+        Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy).bind(tiny_target())
 
 
 def test_how_far_the_practical_rule_is_from_the_exact_one(

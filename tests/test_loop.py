@@ -22,10 +22,10 @@ from decoding_kit import (
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.timing import Clock
-from blockpilot.decoding.types import Draft, Plan, Verdict, View
+from blockpilot.decoding.types import Block, Draft, Verdict, View
 from blockpilot.decoding.verify import verify
 from blockpilot.drafters.none import NoDrafter
-from blockpilot.policies.fixed import FixedPolicy, block_plan
+from blockpilot.policies.fixed import FixedPolicy, block_of
 
 LONG = 48
 
@@ -85,7 +85,7 @@ def test_a_block_larger_than_the_budget(gold: list[int], block_size: int) -> Non
 
 def test_budget_of_one_calls_no_drafter(gold: list[int]) -> None:
     drafter = ScriptedDrafter(gold, perfect)
-    method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"), verify)
+    method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"))
     method.bind(tiny_target())
     decode(tiny_target(), method, PROMPT, sampler(), 1)
     assert drafter.calls == 0
@@ -111,7 +111,9 @@ def test_random_accept_patterns_of_block_16(gold: list[int]) -> None:
         assert trace.committed[:-1] == hand[:-1]
 
 
-def test_cache_holds_all_committed_tokens_but_the_anchor(gold: list[int]) -> None:
+def test_cache_holds_all_committed_tokens_but_the_anchor(
+    gold: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, choose = tiny_target(), sampler(1.0)
     lengths: list[tuple[int, int]] = []
 
@@ -121,7 +123,8 @@ def test_cache_holds_all_committed_tokens_but_the_anchor(gold: list[int]) -> Non
         return verdict
 
     drafter = ScriptedDrafter(gold, lambda cycle: [cycle % 5])
-    method = Method(drafter, FixedPolicy(block_size=6, block_mode="draft"), spying)
+    method = Method(drafter, FixedPolicy(block_size=6, block_mode="draft"))
+    monkeypatch.setattr("blockpilot.decoding.loop.verify", spying)
     method.bind(target)
     assert decode(target, method, PROMPT, choose, LONG).tokens == gold
     # positions count from 0, so the anchor's position is the number of tokens before it
@@ -150,7 +153,7 @@ def test_filters_shift_both_sides_alike(filters: dict[str, float]) -> None:
 
 def test_block_size_one_is_plain_decoding(gold: list[int]) -> None:
     drafter = ScriptedDrafter(gold, perfect)
-    method = Method(drafter, FixedPolicy(block_size=1, block_mode="draft"), verify)
+    method = Method(drafter, FixedPolicy(block_size=1, block_mode="draft"))
     method.bind(tiny_target())
     trace = decode(tiny_target(), method, PROMPT, sampler(1.0), LONG)
     assert trace.tokens == gold
@@ -165,13 +168,13 @@ def test_impossible_sizes_are_refused(size: int, mode: str, trained: int) -> Non
     drafter = ScriptedDrafter([], perfect)
     drafter.trained_block_size, drafter.has_marginals = trained, True
     with pytest.raises(UserError, match="allowed are"):
-        block_plan(size, mode, drafter)
+        block_of(size, mode, drafter)
 
 
 def test_verify_mode_without_a_trained_size_is_refused() -> None:
     policy = FixedPolicy(block_size=4, block_mode="verify")
     with pytest.raises(UserError, match="trained block size"):
-        Method(NoDrafter(), policy, verify).bind(tiny_target())
+        Method(NoDrafter(), policy).bind(tiny_target())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -185,7 +188,7 @@ def test_oracle_tau_is_the_block_size(tied: bool, padded_rows: int) -> None:
 
 
 def test_a_batch_is_refused_before_any_forward() -> None:
-    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
+    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"))
     method.bind(tiny_target())
     with pytest.raises(UserError, match="one prompt at a time"):
         decode(tiny_target(), method, [PROMPT, PROMPT], sampler(), 4)  # type: ignore[list-item]
@@ -238,7 +241,7 @@ def test_parts_sum_to_the_total(gold: list[int]) -> None:
             torch.randn(200, 200) @ torch.randn(200, 200)
             return super().draft(view, n_slots)
 
-    method = Method(Slow(gold, perfect), FixedPolicy(block_size=4, block_mode="draft"), verify)
+    method = Method(Slow(gold, perfect), FixedPolicy(block_size=4, block_mode="draft"))
     method.bind(tiny_target())
     trace = decode(tiny_target(), method, PROMPT, sampler(1.0), LONG)
     parts = trace.draft_s + trace.verify_s + trace.policy_s + trace.other_s
@@ -247,9 +250,7 @@ def test_parts_sum_to_the_total(gold: list[int]) -> None:
 
 def test_tokens_are_emitted_as_they_are_committed(gold: list[int]) -> None:
     seen: list[list[int]] = []
-    method = Method(
-        ScriptedDrafter(gold, perfect), FixedPolicy(block_size=4, block_mode="draft"), verify
-    )
+    method = Method(ScriptedDrafter(gold, perfect), FixedPolicy(block_size=4, block_mode="draft"))
     method.bind(tiny_target())
     trace = decode(tiny_target(), method, PROMPT, sampler(1.0), 10, emit=seen.append)
     assert [len(piece) for piece in seen] == [1, *trace.committed]
@@ -269,7 +270,7 @@ def test_one_host_sync_per_cycle(gold: list[int], monkeypatch: pytest.MonkeyPatc
     for name in ("item", "__bool__", "__int__", "__float__", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, _forbidden(name))
     policy = FixedPolicy(block_size=4, block_mode="draft")
-    method = Method(ScriptedDrafter(gold, perfect), policy, verify)
+    method = Method(ScriptedDrafter(gold, perfect), policy)
     method.bind(tiny_target())
     trace = decode(tiny_target(), method, PROMPT, sampler(), 24)
     assert syncs == 1 + len(trace.committed)
@@ -282,16 +283,15 @@ def _forbidden(name: str):  # type: ignore[no-untyped-def]
     return refuse
 
 
-def test_the_policy_and_drafter_see_every_verdict(gold: list[int]) -> None:
+def test_the_drafter_sees_every_verdict(gold: list[int]) -> None:
     verdicts: list[Verdict] = []
 
-    class Watching(FixedPolicy):
+    class Watching(ScriptedDrafter):
         def observe(self, verdict: Verdict) -> None:
             verdicts.append(verdict)
 
-    policy = Watching(block_size=4, block_mode="draft")
-    method = Method(ScriptedDrafter(gold, perfect), policy, verify)
-    method.bind(tiny_target())
+    policy = FixedPolicy(block_size=4, block_mode="draft")
+    method = Method(Watching(gold, perfect), policy).bind(tiny_target())
     trace = decode(tiny_target(), method, PROMPT, sampler(1.0), 12)
     assert [len(v.tokens) for v in verdicts[:-1]] == trace.committed[:-1]
 
@@ -300,8 +300,8 @@ def test_a_prompt_that_is_not_speculated_on_costs_no_drafter(gold: list[int]) ->
     class Declining(FixedPolicy):
         speculates = False
 
-        def plan(self, view: View) -> Plan:
-            return Plan(1, 1)
+        def block(self, view: View) -> Block:
+            return Block(1, 1)
 
     class Untouched(ScriptedDrafter):
         def start(self, view: View, capacity: int) -> None:
@@ -310,7 +310,7 @@ def test_a_prompt_that_is_not_speculated_on_costs_no_drafter(gold: list[int]) ->
         def observe(self, verdict: Verdict) -> None:
             raise AssertionError("told of a verdict")
 
-    method = Method(Untouched(gold, perfect), Declining(block_size=4, block_mode="draft"), verify)
+    method = Method(Untouched(gold, perfect), Declining(block_size=4, block_mode="draft"))
     method.bind(tiny_target())
     trace = decode(tiny_target(), method, PROMPT, sampler(1.0), 12)
     assert trace.tokens == gold[:12]

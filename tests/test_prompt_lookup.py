@@ -7,7 +7,6 @@ from decoding_kit import plain, sampler, tiny_target
 
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.verify import verify
 from blockpilot.drafters.prompt_lookup import PromptLookupDrafter, followers
 from blockpilot.policies.fixed import FixedPolicy
 
@@ -28,7 +27,7 @@ def test_a_text_that_repeats_the_prompt_is_drafted_right() -> None:
         prompt += plain(target, 12, prompt=prompt).tokens
     wanted = plain(target, 24, prompt=prompt)
     policy = FixedPolicy(block_size=None, block_mode="draft")
-    method = Method(PromptLookupDrafter(max_ngram=3, block_size=6), policy, verify)
+    method = Method(PromptLookupDrafter(max_ngram=3, block_size=6), policy)
     method.bind(target)
     trace = decode(target, method, prompt, sampler(), 24)
     assert trace.tokens == wanted.tokens

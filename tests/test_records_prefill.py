@@ -12,7 +12,8 @@ from records_kit import make_row, make_settings, open_store
 
 from blockpilot.base import provenance
 from blockpilot.base.errors import UserError
-from blockpilot.records.prefill import Prefill, read_prefill, save_prefill
+from blockpilot.records.prefill import Prefill
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.store import Store, read_records
 
 
@@ -21,12 +22,12 @@ def test_tensors_come_back_bit_for_bit_for_every_method_of_the_prompt(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     prefill = Prefill(torch.randn(50).to(dtype), torch.randn(8).to(dtype))
-    first = save_prefill(tmp_path, make_settings(1, 4), prefill)
-    assert save_prefill(tmp_path, make_settings(1, 8), prefill) == first
+    first = RunFolder(tmp_path).keep_prefill(make_settings(1, 4), prefill)
+    assert RunFolder(tmp_path).keep_prefill(make_settings(1, 8), prefill) == first
     with open_store(tmp_path) as store:
         store.append([make_row(1, 1), make_row(1, 8)])
     for row in read_records(tmp_path).to_dict("records"):
-        found = read_prefill(tmp_path, row)
+        found = RunFolder(tmp_path).prefill(row)
         assert found.logits.dtype == dtype
         assert torch.equal(found.logits, prefill.logits)
         assert torch.equal(found.hidden, prefill.hidden)
@@ -34,12 +35,12 @@ def test_tensors_come_back_bit_for_bit_for_every_method_of_the_prompt(
 
 def test_what_a_killed_writer_left_goes_when_its_prompt_is_written(tmp_path: Path) -> None:
     prefill = Prefill(torch.zeros(5), torch.zeros(2))
-    path = save_prefill(tmp_path, make_settings(1, 4), prefill)
+    path = RunFolder(tmp_path).keep_prefill(make_settings(1, 4), prefill)
     left = path.with_name(f".{path.name}.0af3.tmp")
     another = path.with_name(f".{path.name.replace('1', '2', 1)}.0af3.tmp")
     for file in (left, another):
         file.touch()
-    save_prefill(tmp_path, make_settings(1, 4), prefill)
+    RunFolder(tmp_path).keep_prefill(make_settings(1, 4), prefill)
     assert not left.exists()
     assert another.exists(), "another process may be writing it"
 
@@ -47,9 +48,9 @@ def test_what_a_killed_writer_left_goes_when_its_prompt_is_written(tmp_path: Pat
 def test_file_names_are_safe_and_distinct(tmp_path: Path) -> None:
     ids = ["a/b", "a_b", "../../etc/x", "", ".", "\ud800", "x" * 500, "x" * 501, "a/b\x00", "ü"]
     prefill = Prefill(torch.zeros(3), torch.zeros(2))
-    paths = [save_prefill(tmp_path, make_settings(i), prefill) for i in ids]
-    paths.append(save_prefill(tmp_path, make_settings("a/b", turn=1), prefill))
-    paths.append(save_prefill(tmp_path, make_settings("a/b", dtype="bfloat16"), prefill))
+    paths = [RunFolder(tmp_path).keep_prefill(make_settings(i), prefill) for i in ids]
+    paths.append(RunFolder(tmp_path).keep_prefill(make_settings("a/b", turn=1), prefill))
+    paths.append(RunFolder(tmp_path).keep_prefill(make_settings("a/b", dtype="bfloat16"), prefill))
     assert len(set(paths)) == len(paths)
     assert sorted((tmp_path / "prefill").iterdir()) == sorted(paths)
     assert all(len(path.name.encode()) < 200 for path in paths)
@@ -58,11 +59,13 @@ def test_file_names_are_safe_and_distinct(tmp_path: Path) -> None:
 def test_missing_or_broken_tensors_are_named(tmp_path: Path) -> None:
     row = make_row(1)
     with pytest.raises(UserError, match="no prefill tensors for prompt set/1"):
-        read_prefill(tmp_path, row)
-    path = save_prefill(tmp_path, make_settings(1), Prefill(torch.zeros(3), torch.zeros(2)))
+        RunFolder(tmp_path).prefill(row)
+    path = RunFolder(tmp_path).keep_prefill(
+        make_settings(1), Prefill(torch.zeros(3), torch.zeros(2))
+    )
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(UserError, match="is broken"):
-        read_prefill(tmp_path, row)
+        RunFolder(tmp_path).prefill(row)
 
 
 def test_facts_are_json_and_make_rows(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ from blockpilot.decoding.protocols import Drafter
 from blockpilot.decoding.replay import (
     accepted_lengths,
     anchors_per_chunk,
+    can_replay,
     marginals,
     replay,
     slot_labels,
 )
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.types import Draft, Plan, View
-from blockpilot.decoding.verify import verify
+from blockpilot.decoding.types import Block, Draft, View
 from blockpilot.policies.fixed import FixedPolicy
 
 PROMPTS = [[5, 17, 3, 42, 8], [7], [9, 9, 30, 2, 11, 50, 4, 4, 23]]
@@ -37,7 +37,7 @@ class HalfRight(ScriptedDrafter):
     """Knows the text but errs at some (position, slot), in `draft` and `replay` alike."""
 
     name = "half-right"
-    replayable = has_marginals = True
+    has_marginals = True
 
     def __init__(self, gold: list[int]) -> None:
         super().__init__(gold, perfect)
@@ -73,7 +73,7 @@ def keyed(temperature: float, hashes: list[str]) -> KeyedSampler:
     return KeyedSampler(temperature=temperature, seed=4, prompt_hashes=hashes)
 
 
-def plans(drafter: Drafter) -> dict[tuple[int, str], Plan]:
+def blocks(drafter: Drafter) -> dict[tuple[int, str], Block]:
     """Plans of several sizes in both modes."""
     found = {}
     for mode in ("draft", "verify"):
@@ -84,18 +84,18 @@ def plans(drafter: Drafter) -> dict[tuple[int, str], Plan]:
                 continue
             policy = FixedPolicy(block_size=size, block_mode=mode)
             policy.bind(tiny_target(), drafter)
-            found[size, mode] = policy.fixed_plan
+            found[size, mode] = policy.fixed_block
     return found
 
 
 def decoded(target: Target, drafter: Drafter, key: tuple[int, str], row: int, t: float) -> Any:
-    method = Method(drafter, FixedPolicy(block_size=key[0], block_mode=key[1]), verify)
+    method = Method(drafter, FixedPolicy(block_size=key[0], block_mode=key[1]))
     method.bind(target)
     return decode(target, method, PROMPTS[row], keyed(t, [HASHES[row]]), BUDGET)
 
 
 def compare(target: Target, drafter: Drafter, temperature: float, chunk: int) -> list[int]:
-    """Replay equals decode on all prompts and plans; all commits of wide blocks."""
+    """Replay equals decode on all prompts and blocks; all commits of wide blocks."""
     sampler = keyed(temperature, HASHES)
     said = answer(target, PROMPTS, sampler, BUDGET, drafter.feature_layers)
     commits = []
@@ -103,17 +103,17 @@ def compare(target: Target, drafter: Drafter, temperature: float, chunk: int) ->
         if isinstance(drafter, HalfRight):
             drafter.gold = one.tokens
         ids = torch.tensor([*PROMPTS[row], *one.tokens])
-        wanted = plans(drafter)
+        wanted = blocks(drafter)
         start = len(PROMPTS[row])
         found, everywhere = (
             replay(drafter, ids, start, one.features, wanted.values(), chunk=chunk, candidates=kept)
             for kept in (0, 3)
         )
-        for key, plan in wanted.items():
-            drafted = found.accepted[plan] >= 0
-            assert torch.equal(found.accepted[plan][drafted], everywhere.accepted[plan][drafted])
-            assert (everywhere.accepted[plan] >= 0).all()
-            trace = found.trace(plan, one.tokens, one.stop_reason)
+        for key, block in wanted.items():
+            drafted = found.accepted[block] >= 0
+            assert torch.equal(found.accepted[block][drafted], everywhere.accepted[block][drafted])
+            assert (everywhere.accepted[block] >= 0).all()
+            trace = found.trace(block, one.tokens, one.stop_reason)
             other = decoded(target, drafter, key, row, temperature)
             assert trace.tokens == other.tokens, key
             assert trace.stop_reason == other.stop_reason
@@ -132,7 +132,7 @@ def test_replay_equals_decode_for_every_replayable_drafter(
     target = with_stops(tiny_target(kind), 3, 33)
     drafter: Any = build(file)
     drafter.bind(target)
-    if not drafter.replayable:
+    if not can_replay(drafter):
         pytest.skip("decoded instead")
     compare(target, drafter, temperature, chunk=7)
 
@@ -154,12 +154,12 @@ def test_without_marginals_only_what_the_walks_visit_is_drafted() -> None:
     gold = [place % VOCAB for place in range(200)]
     drafter = HalfRight(gold)
     drafter.bind(target)
-    plans = [Plan(size, size) for size in (4, 5, 8)]
-    found = replay(drafter, torch.tensor(gold), 1, None, plans, chunk=7).accepted
-    assert (found[plans[0]] >= 0).all()
-    for plan in plans[1:]:
-        drafted = int((found[plan] >= 0).sum())
-        assert len(walk(found[plan].tolist())) <= drafted < 150
+    blocks = [Block(size, size) for size in (4, 5, 8)]
+    found = replay(drafter, torch.tensor(gold), 1, None, blocks, chunk=7).accepted
+    assert (found[blocks[0]] >= 0).all()
+    for block in blocks[1:]:
+        drafted = int((found[block] >= 0).sum())
+        assert len(walk(found[block].tolist())) <= drafted < 150
 
 
 def test_a_walk_to_where_nothing_was_drafted_is_a_defect() -> None:

@@ -10,15 +10,14 @@ from blockpilot.decoding.divergence import EXACT_MARGIN, divergence
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import replay
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.types import Plan
-from blockpilot.decoding.verify import verify
+from blockpilot.decoding.types import Block
 from blockpilot.generate import Pair, open_pair
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.bundled import BundledSet
 from blockpilot.prompts.render import render
 
 N_PROMPTS, BUDGET = 8, 14
-PLANS = [Plan(6, 6), Plan(10, 10), Plan(8, 4)]
+PLANS = [Block(6, 6), Block(10, 10), Block(8, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def test_replay_equals_decode_on_real_prompts(pair: Pair, temperature: float) ->
         for plan in PLANS:
             mode = "draft" if plan.drafted == plan.verified else "verify"
             policy = FixedPolicy(block_size=plan.verified, block_mode=mode)
-            method = Method(drafter, policy, verify)
+            method = Method(drafter, policy)
             method.bind(target)
             alone = KeyedSampler(temperature=temperature, prompt_hashes=[name])
             trace = decode(target, method, ids, alone, BUDGET)

@@ -11,7 +11,7 @@ from test_replay import BUDGET, HASHES, PROMPTS, keyed
 from torch import Tensor
 
 from blockpilot.base.errors import UserError
-from blockpilot.decoding.anchors import Answered
+from blockpilot.decoding.anchors import KnownAnswer
 from blockpilot.decoding.answers import answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import replay
@@ -24,7 +24,6 @@ class Unsure(ScriptedDrafter):
     """Noisy logits that lean to the text, the same in `draft` and `replay`."""
 
     name = "unsure"
-    replayable = True
     has_marginals = True
 
     def __init__(self) -> None:
@@ -80,7 +79,9 @@ def paths_of(draft: Draft) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_trees_of_every_size_are_the_best_and_replay_as_they_decode(temperature: float) -> None:
+def test_trees_of_every_size_are_the_best_and_replay_as_they_decode(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = with_stops(tiny_target(), 3)
     drafter: Any = Unsure()
     drafter.bind(target)
@@ -92,7 +93,7 @@ def test_trees_of_every_size_are_the_best_and_replay_as_they_decode(temperature:
         ids = [*PROMPTS[row], *one.tokens]
         start = len(PROMPTS[row])
         found = replay(drafter, torch.tensor(ids), start, one.features, [], chunk=5, candidates=127)
-        answered = Answered(one.tokens, start, one.prefill_logits, one.prefill_hidden)
+        answered = KnownAnswer(one.tokens, start, one.prefill_logits, one.prefill_hidden)
         for nodes in (1, 7, 15, 31, 63, 127):
             trees: list[tuple[int, Draft]] = []
 
@@ -100,8 +101,8 @@ def test_trees_of_every_size_are_the_best_and_replay_as_they_decode(temperature:
                 trees.append((view.position - view.prompt_ids.shape[0], draft))
                 return verify(target, cache, view, draft, choose)
 
-            method = Method(drafter, ddtree(nodes), spying)
-            method.bind(target)
+            method = Method(drafter, ddtree(nodes)).bind(target)
+            monkeypatch.setattr("blockpilot.decoding.loop.verify", spying)
             wanted = decode(target, method, PROMPTS[row], keyed(temperature, [HASHES[row]]), BUDGET)
             for place, draft in trees:
                 assert paths_of(draft) == best_tree(drafter.logits_at(place, 8), nodes)
@@ -122,8 +123,8 @@ def test_a_replay_that_kept_too_few_candidates_is_refused() -> None:
     drafter.gold = [place % VOCAB for place in range(20)]
     drafter.bind(tiny_target())
     found = replay(drafter, torch.tensor(drafter.gold), 1, None, [], chunk=20, candidates=16)
-    answered = Answered(drafter.gold[1:], 1, torch.zeros(VOCAB), torch.zeros(4))
-    assert len(policy(15, drafter).replayed(found, answered).plans) == 18
+    answered = KnownAnswer(drafter.gold[1:], 1, torch.zeros(VOCAB), torch.zeros(4))
+    assert len(policy(15, drafter).replayed(found, answered).blocks) == 18
     with pytest.raises(UserError, match="63 nodes need 61 candidates per slot, the replay kept 16"):
         policy(63, drafter).replayed(found, answered)
 

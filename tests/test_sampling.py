@@ -30,7 +30,6 @@ from blockpilot.decoding.sampling import (
     gumbel,
     sampling_key,
 )
-from blockpilot.decoding.verify import verify
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.fixed import FixedPolicy
 
@@ -384,7 +383,7 @@ def test_batched_generate_gives_the_tokens_of_the_loop(
     hashes = [str(prompt) for prompt in PROMPTS]
     batch = KeyedSampler(prompt_hashes=hashes, seed=3, **settings)  # type: ignore[arg-type]
     texts = generated(target, batch, budget)
-    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"), verify)
+    method = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft"))
     method.bind(target)
     for prompt, name, text in zip(PROMPTS, hashes, texts, strict=True):
         alone = KeyedSampler(prompt_hashes=[name], seed=3, **settings)  # type: ignore[arg-type]

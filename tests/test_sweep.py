@@ -17,7 +17,7 @@ from blockpilot.decoding.loop import Method
 from blockpilot.decoding.target import Target
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
-from blockpilot.records.prefill import read_prefill
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import token_hash
 from blockpilot.sweep import __main__ as sweep
 from blockpilot.sweep import decoded as sweeping
@@ -136,7 +136,7 @@ def test_prefill_is_stored_once_per_turn_and_equals_a_direct_forward(run: Run) -
     prompts = {len(call.ids): call.ids for call in run.calls}
     for row in decoded(run).to_dict("records"):
         ids = prompts[row["n_prompt_tokens"]]
-        stored = read_prefill(run.folder, row)
+        stored = RunFolder(run.folder).prefill(row)
         with torch.no_grad():
             output = run.target.model(torch.tensor([ids]), output_hidden_states=True)
         torch.testing.assert_close(stored.logits, output.logits[0, -1])

@@ -19,11 +19,10 @@ from blockpilot import cost
 from blockpilot.app.tracking import NullTracker
 from blockpilot.base.errors import IncompleteError, UserError
 from blockpilot.costs.curve import CostCurve, cost_settings, load_cost
-from blockpilot.decoding.types import Plan
+from blockpilot.decoding.types import Block
 from blockpilot.distill import __main__ as distill
 from blockpilot.drafters.dflash import DFlashDrafter
-from blockpilot.records.prefill import read_prefill
-from blockpilot.records.replays import read_replay
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import PLAIN, TIMES
 from blockpilot.sweep import __main__ as sweep
 from blockpilot.sweep import replayed
@@ -73,11 +72,11 @@ def test_prefill_and_anchors_lie_beside_the_rows(tmp_path: Path) -> None:
     for _, row in first[first["status"] == "ok"].iterrows():
         other = partner.loc[(row["prompt_id"], row["turn"], row["method"])]
         key = {"prompt_id": row["prompt_id"], "turn": row["turn"]}
-        wanted = read_prefill(theirs, {**key, "group_key": other["group_key"]})
-        found = read_prefill(ours, {**key, "group_key": row["group_key"]})
+        wanted = RunFolder(theirs).prefill({**key, "group_key": other["group_key"]})
+        found = RunFolder(ours).prefill({**key, "group_key": row["group_key"]})
         torch.testing.assert_close(found.logits, wanted.logits)
         torch.testing.assert_close(found.hidden, wanted.hidden)
-        text, kept, features = read_replay(ours, {**key, "group_key": row["group_key"]})
+        text, kept, features = RunFolder(ours).replay({**key, "group_key": row["group_key"]})
         n_anchors = row["n_new_tokens"] - 1
         assert len(text.ids) == row["n_prompt_tokens"] + row["n_new_tokens"]
         assert text.prompt_length == row["n_prompt_tokens"]
@@ -85,7 +84,7 @@ def test_prefill_and_anchors_lie_beside_the_rows(tmp_path: Path) -> None:
         assert len(features) == len(text.ids) - 1
         assert list(row["committed"]) == list(other["committed"])
         if row["policy"] == "fixed":
-            plan = Plan(int(row["block_size"]), int(row["block_size"]))
+            plan = Block(int(row["block_size"]), int(row["block_size"]))
             assert kept.trace(plan, [], "").committed == list(row["committed"])
         assert kept.marginals is not None
         assert kept.marginals.rank.shape == (n_anchors, 15)
@@ -93,7 +92,7 @@ def test_prefill_and_anchors_lie_beside_the_rows(tmp_path: Path) -> None:
         read += 1
     assert read > 10
     with pytest.raises(UserError, match="no replay of prompt nobody"):
-        read_replay(ours, {"prompt_id": "nobody", "turn": 0, "group_key": "x"})
+        RunFolder(ours).replay({"prompt_id": "nobody", "turn": 0, "group_key": "x"})
 
 
 def test_the_same_run_id_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +136,7 @@ def test_a_prompt_that_fails_does_not_take_its_batch_along(
 def test_a_drafter_that_cannot_be_replayed_is_decoded_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(DFlashDrafter, "replayable", False)
+    monkeypatch.delattr(DFlashDrafter, "replay")
     with caplog.at_level(logging.WARNING):
         records = performed(sweep.run, "sweep", *arguments(tmp_path))
     assert "drafter dflash cannot be replayed" in caplog.text

@@ -15,7 +15,7 @@ from decoding_kit import PROMPT, bound_dflash, plain, sampler, tiny_target
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve, CostPoint, cost_settings
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.verify import branches_of, verify
+from blockpilot.decoding.verify import branches_of
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.tree import FITS, TreePolicy, accepted_by, best_first, paying_nodes
@@ -91,7 +91,7 @@ def test_what_a_tree_accepts_of_a_text_by_hand() -> None:
 def test_trees_of_a_block_give_plain_decodings_tokens(nodes: int, temperature: float) -> None:
     target = tiny_target()
     wanted = plain(target, 16, sampler(temperature)).tokens
-    method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), ddtree(nodes), verify)
+    method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), ddtree(nodes))
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(temperature), 16)
     assert trace.tokens == wanted
@@ -103,7 +103,7 @@ def test_settings_and_drafters_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match=r"policy.nodes=0: allowed are numbers >= 1"):
         ddtree(0)
     with pytest.raises(UserError, match=r"policy tree: drafter none has no slot marginals"):
-        Method(NoDrafter(), ddtree(3), verify).bind(tiny_target())
+        Method(NoDrafter(), ddtree(3)).bind(tiny_target())
 
 
 # --- as many nodes as pay ------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_trees_that_pay_keep_the_output_law(curve: Path, fit: str, temperature: 
     target = tiny_target()
     wanted = plain(target, 16, sampler(temperature)).tokens
     policy = TreePolicy(nodes=63, cost=str(curve), fit=fit, online=False)
-    method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy, verify)
+    method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy)
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(temperature), 16)
     assert trace.tokens == wanted
@@ -153,7 +153,7 @@ def test_a_curve_that_does_not_fit_is_refused(curve: Path) -> None:
     def bound(nodes: int, fit: str | None = "measured", target: Any = None) -> None:
         policy = TreePolicy(nodes=nodes, cost=str(curve), fit=fit, online=False)
         target = target or tiny_target()
-        Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy, verify).bind(target)
+        Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy).bind(target)
 
     with pytest.raises(UserError, match=r"no cost for tree 65: the curve holds 2\.\.64"):
         bound(64)

@@ -13,7 +13,7 @@ from blockpilot.decoding.engine import CompiledTarget
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Draft, Trace, Verdict, View
-from blockpilot.decoding.verify import branches_of, verify, walk
+from blockpilot.decoding.verify import accepted_path, branches_of
 from blockpilot.policies.fixed import FixedPolicy
 
 BUDGET = 18
@@ -58,7 +58,7 @@ class RandomTrees(ScriptedDrafter):
 
 def decoded(target: Target, drafter: RandomTrees, temperature: float, seed: int = 0) -> Trace:
     policy = FixedPolicy(block_size=drafter.n_nodes + 1, block_mode="draft")
-    method = Method(drafter, policy, verify)
+    method = Method(drafter, policy)
     method.bind(target)
     return decode(target, method, PROMPT, sampler(temperature, seed), BUDGET)
 
@@ -120,11 +120,11 @@ def test_a_walk_by_hand() -> None:
     #      1   2      tokens 5, 6
     #     3     4     tokens 7, 7
     parents, proposed = [0, 0, 1, 2], [9, 5, 6, 7, 7]
-    assert walk([6, 0, 7, 0, 1], proposed, parents) == [0, 2, 4]
-    assert walk([5, 8, 7, 0, 1], proposed, parents) == [0, 1]
-    assert walk([8, 7, 7, 0, 1], proposed, parents) == [0]
-    assert walk([5, 5], [9, 5], [0]) == [0, 1]
-    assert walk([5, 7, 1], [9, 5, 5], [0, 0]) == [0, 1], "of two equal children the first"
+    assert accepted_path([6, 0, 7, 0, 1], proposed, parents) == [0, 2, 4]
+    assert accepted_path([5, 8, 7, 0, 1], proposed, parents) == [0, 1]
+    assert accepted_path([8, 7, 7, 0, 1], proposed, parents) == [0]
+    assert accepted_path([5, 5], [9, 5], [0]) == [0, 1]
+    assert accepted_path([5, 7, 1], [9, 5, 5], [0, 0]) == [0, 1], "of two equal children the first"
 
 
 def test_branches_by_hand_and_a_parent_that_comes_late() -> None:

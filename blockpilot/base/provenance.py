@@ -37,10 +37,8 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
 def facts(device: torch.device | str = "cpu") -> dict[str, Any]:
     """Facts about the code and the machine that a result depends on.
 
-    `git_commit` and `git_dirty` are None outside a checkout; `gpu` is the name of `device`, None on
-    a CPU; `gpus` are all that this process sees; `threads` are torch's intra-op threads.
+    `git_commit` and `git_dirty` are None outside a checkout.
     """
-    device = torch.device(device)
     commit, dirty = _git_state(Path(__file__).resolve().parents[2])
     return {
         "version": __version__,
@@ -48,6 +46,18 @@ def facts(device: torch.device | str = "cpu") -> dict[str, Any]:
         "git_dirty": dirty,
         "python": platform.python_version(),
         "libraries": {name: _version(name) for name in _LIBRARIES},
+        **machine(device),
+    }
+
+
+def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Facts about the machine alone.
+
+    `gpu` is the name of `device`, None on a CPU; `gpus` are all that this process sees; `threads`
+    are torch's intra-op threads.
+    """
+    device = torch.device(device)
+    return {
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "cpu": _cpu_model(),

@@ -19,7 +19,7 @@ import numpy as np
 
 from blockpilot.base.errors import UserError
 from blockpilot.base.json_values import fitted
-from blockpilot.base.provenance import facts
+from blockpilot.base.provenance import machine
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Trace
 
@@ -155,15 +155,15 @@ def cost_settings(target: TargetModel, drafter: Drafter) -> dict[str, Any]:
     pair = {"target": target.name, "drafter": drafter.name, "drafter_shape": drafter.shape}
     if not target.timed:
         return pair
-    machine = facts(target.device)
+    here = machine(target.device)
     return {
         **pair,
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": target.config._attn_implementation,
         "engine": target.engine,
         "device": target.device.type,
-        "hardware": machine["gpu"] or machine["cpu"],
-        "threads": machine["threads"] if target.device.type == "cpu" else None,
+        "hardware": here["gpu"] or here["cpu"],
+        "threads": here["threads"] if target.device.type == "cpu" else None,
     }
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from blockpilot.decoding.types import Plan, Trace
+from blockpilot.decoding.types import Block, Trace
 
 TOP = 16  # candidates that every replay keeps per slot; more where a policy reads more
 
@@ -26,7 +26,7 @@ class Marginals:
 
 
 @dataclass(frozen=True)
-class Answered:
+class KnownAnswer:
     """What a policy may know of an answer that it did not decode itself."""
 
     tokens: list[int]
@@ -40,12 +40,12 @@ class Replay:
     """Drafts from all anchors of one answer; anchor a is the answer's token a."""
 
     # [A] int16 accepted proposals, censored at the answer's end; -1 where nothing was drafted
-    accepted: dict[Plan, Tensor]
+    accepted: dict[Block, Tensor]
     marginals: Marginals | None
 
-    def trace(self, plan: Plan, tokens: list[int], stop_reason: str) -> Trace:
-        """The trace that decoding with this plan would have left, without times."""
-        return fixed_choices(self, plan).trace(tokens, stop_reason)
+    def trace(self, block: Block, tokens: list[int], stop_reason: str) -> Trace:
+        """The trace that decoding with this block in every cycle would have left, without times."""
+        return fixed_choices(self, block).trace(tokens, stop_reason)
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,25 @@ class Choices:
     """What a policy would do at every anchor of an answer, and what that accepts."""
 
     accepted: list[int]  # [A] proposals
-    plans: list[Plan]  # [A]
+    blocks: list[Block]  # [A]
 
     def trace(self, tokens: list[int], stop_reason: str) -> Trace:
         """The trace of the cycles that a walk over these anchors visits, without times."""
         committed = walk(self.accepted)
-        cycles = [self.plans[place] for place in visited(self.accepted)]
+        cycles = [self.blocks[place] for place in visited(self.accepted)]
         return Trace(
             tokens=tokens,
             committed=committed,
-            drafted=[plan.drafted - 1 if plan.verified > 1 else 0 for plan in cycles],
-            verified=[plan.verified for plan in cycles],
+            drafted=[block.drafted - 1 if block.verified > 1 else 0 for block in cycles],
+            verified=[block.verified for block in cycles],
             stop_reason=stop_reason,
         )
 
 
-def fixed_choices(known: Replay, plan: Plan) -> Choices:
-    """The same plan at every anchor."""
-    accepted = known.accepted[plan].tolist()
-    return Choices(accepted, [plan] * len(accepted))
+def fixed_choices(known: Replay, block: Block) -> Choices:
+    """The same block at every anchor."""
+    accepted = known.accepted[block].tolist()
+    return Choices(accepted, [block] * len(accepted))
 
 
 def visited(accepted: Sequence[int]) -> list[int]:

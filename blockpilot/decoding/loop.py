@@ -8,29 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
 from blockpilot.base.errors import UserError
-from blockpilot.decoding.protocols import Drafter, Policy, Verifier
+from blockpilot.decoding.protocols import Drafter, Policy
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.timing import Clock
 from blockpilot.decoding.types import Draft, Trace, View
+from blockpilot.decoding.verify import verify
 
 
 @dataclass(frozen=True)
 class Method:
-    """A drafter, a policy and a verifier that decode together."""
+    """A drafter and a policy that decode together."""
 
     drafter: Drafter
     policy: Policy
-    verifier: Verifier
 
-    def bind(self, target: Target) -> None:
-        """Load and check everything for this target before the first prompt (UserError)."""
+    def bind(self, target: Target) -> Self:
+        """Itself, with everything loaded and checked for this target (UserError)."""
         self.drafter.bind(target)
         self.policy.bind(target, self.drafter)
+        return self
 
 
 def check_prompt(
@@ -62,14 +64,15 @@ def decode(
     target: Target,
     method: Method,
     prompt_ids: Sequence[int],
-    sampler: KeyedSampler,
-    max_new_tokens: int,
+    sampler: KeyedSampler | None = None,
+    max_new_tokens: int = 128,
     *,
     emit: Callable[[list[int]], None] = lambda tokens: None,
     keep_prefill: bool = False,
 ) -> Trace:
     """Decode one prompt with a bound method; the tokens are the target's whatever the method.
 
+    Without a sampler the target's best token is chosen everywhere.
     `emit` is called with the tokens of the prefill and of every cycle as they are committed.
     `keep_prefill` stores the prefill logits and last hidden state in the trace. Raises UserError
     for a prompt that cannot run and for logits that are not finite.
@@ -79,7 +82,15 @@ def decode(
     if max_new_tokens == 0:
         return Trace(stop_reason="budget")
     target.capture(method.drafter.feature_layers)
-    run = _Run(target, method, sampler, max_new_tokens, emit, Clock(target.device), Trace())
+    run = _Run(
+        target,
+        method,
+        sampler or KeyedSampler(),
+        max_new_tokens,
+        emit,
+        Clock(target.device),
+        Trace(),
+    )
     view = run.prefill(prompt_ids, keep_prefill)
     run.clock.start()
     if not run.trace.stop_reason:
@@ -132,11 +143,11 @@ class _Run:
     def cycle(self, view: View) -> View:
         """One draft and one verify; the view after them."""
         drafter, policy = self.method.drafter, self.method.policy
-        plan = policy.plan(view)
+        block = policy.block(view)
         self.clock.mark("policy")
         draft = Draft(view.anchor[:0])
-        if plan.verified > 1:
-            draft = drafter.draft(view, plan.drafted)
+        if block.verified > 1:
+            draft = drafter.draft(view, block.drafted)
             self.clock.mark("draft")
             self.trace.drafted.append(draft.tokens.shape[0])
             draft = policy.next(draft, view)
@@ -144,7 +155,7 @@ class _Run:
         else:
             self.trace.drafted.append(0)
         self.trace.verified.append(draft.tokens.shape[0] + 1)
-        verdict = self.method.verifier(self.target, self.cache, view, draft, self.sampler)
+        verdict = verify(self.target, self.cache, view, draft, self.sampler)
         self.clock.mark("verify")
         self.trace.committed.append(self.commit(verdict.tokens))
         position = view.position + len(verdict.tokens)
@@ -152,8 +163,6 @@ class _Run:
         if policy.speculates:
             drafter.observe(verdict)
         self.clock.mark("draft")
-        policy.observe(verdict)
-        self.clock.mark("policy")
         self.clock.lap()
         timed = None
         if policy.reads_clock and len(self.trace.verified) > 1:

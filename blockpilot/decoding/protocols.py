@@ -1,4 +1,4 @@
-"""Extension points of the decode loop: what a target, drafter, policy and verifier must offer.
+"""Extension points of the decode loop: what a target, drafter and policy must offer.
 
 Plug-ins depend on these, not on each other; the loop depends on these, not on plug-ins.
 """
@@ -6,15 +6,15 @@ Plug-ins depend on these, not on each other; the loop depends on these, not on p
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from blockpilot.decoding.anchors import Answered, Choices, Replay
+from blockpilot.decoding.anchors import Choices, KnownAnswer, Replay
 from blockpilot.decoding.cache import SlabCache
-from blockpilot.decoding.types import Branches, Draft, Forward, Plan, Verdict, View
+from blockpilot.decoding.types import Block, Branches, Draft, Forward, Verdict, View
 
 Choose = Callable[[Tensor, Tensor], Tensor]
 """(logits [n, V], positions [n]) -> tokens [n]; -1 where the logits are not finite."""
@@ -68,7 +68,6 @@ class Drafter(Protocol):
     name: str
     fingerprint: str | None  # changes with the weights and what else decides its drafts
     shape: str | None  # what the cost of a draft depends on; known once bound
-    replayable: bool  # the draft depends on committed tokens and features only
     has_marginals: bool  # the logits of a draft are per-slot marginals
     trained_block_size: int | None
     feature_layers: tuple[int, ...]  # target layers whose outputs it reads
@@ -89,28 +88,32 @@ class Drafter(Protocol):
         """What a cycle committed, whether or not it asked for a draft."""
         ...
 
+
+@runtime_checkable
+class Replayable(Protocol):
+    """What a drafter also offers where its draft depends on committed tokens and features only."""
+
     def replay(
         self, ids: Tensor, features: Tensor | None, anchors: Tensor, n_slots: int
     ) -> Proposals:
-        """Drafts of `n_slots` slots behind anchors [A] of the text `ids` [T].
+        """Drafts of `n_slots` slots, two or more, behind anchors [A] of the text `ids` [T].
 
-        `features` [T - 1, F] are the target's; a draft reads those before its anchor only. Asked of
-        replayable drafters, without `start`.
+        `features` [T - 1, F] are the target's; a draft reads those before its anchor only. Needs
+        `bind`, not `start`.
         """
         ...
 
 
 class Policy(Protocol):
-    """Picks the block size: `plan` before a draft, `next` after it."""
+    """Picks the block: `block` before a draft, `next` after it."""
 
     name: str
     fingerprint: str | None  # of what was learnt, measured or set and decides; known once bound
     speculates: bool  # False where `start` chose to decode the whole prompt without drafts
     block_size: int | None  # most slots that a cycle verifies, anchor included; known once bound
     block_mode: str
-    widest: int  # most slots that any of its plans asks for, known once bound
-    candidates: int  # best tokens of each slot of the trained block that it reads; 0: none
-    reads_clock: bool  # its choices depend on measured seconds: it cannot be replayed
+    widest: int  # most slots that any of its blocks has, known once bound
+    reads_clock: bool  # its choices depend on measured seconds
     tree: bool  # what it verifies may branch
 
     def bind(self, target: TargetModel, drafter: Drafter) -> None:
@@ -121,7 +124,7 @@ class Policy(Protocol):
         """A new prompt, with its prefill distribution in `view.prefill`."""
         ...
 
-    def plan(self, view: View) -> Plan:
+    def block(self, view: View) -> Block:
         """Slots of the coming cycle."""
         ...
 
@@ -129,24 +132,17 @@ class Policy(Protocol):
         """What to verify of the draft."""
         ...
 
-    def observe(self, verdict: Verdict) -> None:
-        """What became of the draft."""
+
+@runtime_checkable
+class ReplayablePolicy(Protocol):
+    """What a policy also offers whose choices follow from what a replay keeps of an answer."""
+
+    candidates: int  # best tokens of each slot of the trained block that it reads; 0: none
+
+    def replay_blocks(self) -> list[Block]:
+        """Blocks whose accepted lengths its replay reads; known once bound."""
         ...
 
-    def replay_plans(self) -> list[Plan]:
-        """Plans whose accepted lengths its replay reads; known once bound."""
-        ...
-
-    def replayed(self, known: Replay, answered: Answered) -> Choices:
+    def replayed(self, known: Replay, answered: KnownAnswer) -> Choices:
         """What this policy would have done at every anchor of an answer."""
-        ...
-
-
-class Verifier(Protocol):
-    """One target forward over the anchor and a draft."""
-
-    def __call__(
-        self, target: TargetModel, cache: SlabCache, view: View, draft: Draft, choose: Choose
-    ) -> Verdict:
-        """Decide what is committed and leave the cache with exactly the kept positions."""
         ...

@@ -19,9 +19,14 @@ import torch
 from torch import Tensor
 
 from blockpilot.decoding.anchors import Marginals, Replay, visited
-from blockpilot.decoding.protocols import Drafter, Proposals
+from blockpilot.decoding.protocols import Drafter, Proposals, Replayable
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.types import Plan
+from blockpilot.decoding.types import Block
+
+
+def can_replay(drafter: Drafter | type[Drafter]) -> bool:
+    """Whether a drafter, or a class of them, can be replayed: it offers it, or drafts nothing."""
+    return hasattr(drafter, "replay") or getattr(drafter, "trained_block_size", 0) is None
 
 
 def slot_labels(ids: Tensor, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -84,27 +89,28 @@ def replay(
     ids: Tensor,  # [T] prompt and answer
     prompt_length: int,
     features: Tensor | None,  # [T - 1, F]
-    plans: Iterable[Plan],
+    blocks: Iterable[Block],
     *,
     chunk: int,
     candidates: int = 0,
 ) -> Replay:
-    """Accepted lengths of a bound, replayable drafter for every plan.
+    """Accepted lengths of a bound drafter that can be replayed, for every block.
 
     `chunk` anchors run at a time. Plans that show the drafter the same block share its drafts:
     fewer verified slots accept no more than they hold. With `candidates`, the number to keep of
     each slot, the trained block's marginals come along; without, the narrowest block is drafted
-    from all anchors, wider ones only where the plans' cycles go. An answer of one token has no
+    from all anchors, wider ones only where the blocks' cycles go. An answer of one token has no
     anchor.
     """
     anchors = torch.arange(prompt_length, ids.shape[0] - 1, device=ids.device)
-    wanted = list(dict.fromkeys(plans))
+    wanted = list(dict.fromkeys(blocks))
     found: list[Marginals] = []
 
     def drafted(places: Tensor, width: int) -> Tensor:
         """Accepted lengths at some anchors, by place; marginals of the trained block on the way."""
         parts = []
         for some in anchors[places.to(anchors.device)].split(chunk):
+            assert isinstance(drafter, Replayable)
             proposals = drafter.replay(ids, features, some, width)
             labels, known = slot_labels(ids, some, width)
             if candidates and width == drafter.trained_block_size:
@@ -115,14 +121,14 @@ def replay(
             parts.append(accepted.cpu())
         return torch.cat(parts)
 
-    by_width: dict[int, list[Plan]] = {}
+    by_width: dict[int, list[Block]] = {}
     if candidates and drafter.trained_block_size is not None:
         by_width[drafter.trained_block_size] = []
-    for plan in wanted:
-        if plan.verified > 1:
-            by_width.setdefault(plan.drafted, []).append(plan)
+    for block in wanted:
+        if block.verified > 1:
+            by_width.setdefault(block.drafted, []).append(block)
     everywhere = torch.arange(len(anchors))
-    lengths_of = {plan: torch.zeros(len(anchors), dtype=torch.int16) for plan in wanted}
+    lengths_of = {block: torch.zeros(len(anchors), dtype=torch.int16) for block in wanted}
     likely = torch.zeros(len(anchors), dtype=torch.int16)
     for width, sharing in sorted(by_width.items()) if len(anchors) else ():
         if candidates:
@@ -130,15 +136,15 @@ def replay(
         else:
             lengths = _where_visited(drafted, width, sharing, likely)
             likely = torch.where(lengths < 0, likely, lengths)
-        for plan in sharing:
-            lengths_of[plan] = lengths.clamp_max(plan.verified - 1)
+        for block in sharing:
+            lengths_of[block] = lengths.clamp_max(block.verified - 1)
     return Replay(lengths_of, _joined(found))
 
 
 def _where_visited(
-    drafted: Callable[[Tensor, int], Tensor], width: int, plans: Sequence[Plan], likely: Tensor
+    drafted: Callable[[Tensor, int], Tensor], width: int, blocks: Sequence[Block], likely: Tensor
 ) -> Tensor:
-    """Accepted lengths [A] at the anchors that the plans' walks visit, -1 elsewhere.
+    """Accepted lengths [A] at the anchors that the blocks' walks visit, -1 elsewhere.
 
     Where a walk goes is not known before its drafts are. So it is walked with the `likely` lengths
     (another width's), what it visited is drafted, and again until it meets no guess.
@@ -146,7 +152,7 @@ def _where_visited(
     lengths = torch.full_like(likely, -1)
     while True:
         guessed = torch.where(lengths < 0, likely.clamp_max(width - 1), lengths)
-        walks = [visited(guessed.clamp_max(plan.verified - 1).tolist()) for plan in plans]
+        walks = [visited(guessed.clamp_max(block.verified - 1).tolist()) for block in blocks]
         missing = torch.tensor(sorted(set(chain(*walks))), dtype=torch.long)
         missing = missing[lengths[missing] < 0]
         if not len(missing):

@@ -15,8 +15,8 @@ BLOCK_MODES = ("draft", "verify")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Slots of one cycle, anchor included: what the drafter sees and what the target verifies.
+class Block:
+    """Slots of one cycle, anchor included: how many are drafted and how many verified.
 
     `drafted == verified` is block mode `draft`; `drafted` = trained size with a smaller `verified`
     is block mode `verify`. `verified == 1` is plain decoding: the drafter is not called.

@@ -48,7 +48,7 @@ def _verify_tree(
     forward = target.forward(ids, cache, n_logits=ids.shape[0], branches=branches)
     own = choose(forward.logits, branches.depths + (view.position + 1))  # [N + 1]
     chosen, proposed = torch.stack([own, ids]).tolist()
-    path = walk(chosen, proposed, parents)
+    path = accepted_path(chosen, proposed, parents)
     index = torch.tensor(path, device=ids.device)
     if path == list(range(len(path))):
         cache.rollback(view.position + len(path))
@@ -58,7 +58,9 @@ def _verify_tree(
     return Verdict([chosen[node] for node in path], own[path[-1] :][:1], features)
 
 
-def walk(chosen: Sequence[int], proposed: Sequence[int], parents: Sequence[int]) -> list[int]:
+def accepted_path(
+    chosen: Sequence[int], proposed: Sequence[int], parents: Sequence[int]
+) -> list[int]:
     """Nodes from the anchor down while the target's token is among the children.
 
     `chosen` [N + 1] are the target's tokens after each node, `proposed` [N + 1] the nodes' own.

@@ -18,7 +18,6 @@ from blockpilot.base.devices import has_16_bit_products
 from blockpilot.decoding.loop import Method
 from blockpilot.decoding.replay import slot_labels
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.verify import verify
 from blockpilot.distill.blocks import decay_weights, dpace_weights, sample_anchors
 from blockpilot.distill.corpus import Corpus, Example
 from blockpilot.distill.losses import CandidateHead, cross_entropies, soft_targets
@@ -100,7 +99,7 @@ class DFlashStudent:
 
     def method(self, folder: Path) -> Method:
         policy = FixedPolicy(block_size=self.network.config.block_size, block_mode="draft")
-        return Method(DFlashDrafter(checkpoint=str(folder), ignore_keys=[]), policy, verify)
+        return Method(DFlashDrafter(checkpoint=str(folder), ignore_keys=[]), policy)
 
 
 def blocks_of(target: Target, network: DFlashNetwork, ids: Tensor, anchors: Tensor) -> Tensor:

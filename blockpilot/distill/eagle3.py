@@ -18,7 +18,6 @@ from blockpilot.base.devices import has_16_bit_products
 from blockpilot.decoding.loop import Method
 from blockpilot.decoding.replay import slot_labels
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.verify import verify
 from blockpilot.distill.blocks import sample_anchors
 from blockpilot.distill.corpus import Example
 from blockpilot.distill.losses import Candidates, cross_entropies, soft_targets
@@ -135,4 +134,4 @@ class Eagle3Student:
             top_k=1,
             block_size=self.block_size,
         )
-        return Method(drafter, FixedPolicy(block_size=None, block_mode="draft"), verify)
+        return Method(drafter, FixedPolicy(block_size=None, block_mode="draft"))

@@ -46,7 +46,6 @@ class DFlashDrafter:
     """
 
     name = "dflash"
-    replayable = True
     has_marginals = True
 
     def __init__(self, *, checkpoint: str | None, ignore_keys: Sequence[str]) -> None:

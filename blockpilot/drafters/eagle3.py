@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,6 @@ class Eagle3Drafter:
     """
 
     name = "eagle3"
-    replayable = False  # a tree of its own at every anchor: it is decoded
     has_marginals = False
 
     def __init__(
@@ -135,12 +134,6 @@ class Eagle3Drafter:
         assert verdict.features is not None
         tokens = torch.tensor(verdict.tokens, device=verdict.features.device)
         self._extend(verdict.features, tokens)
-
-    def replay(
-        self, ids: Tensor, features: Tensor | None, anchors: Tensor, n_slots: int
-    ) -> NoReturn:
-        """Is decoded instead."""
-        raise AssertionError("EAGLE-3 is not replayable")
 
     def _extend(self, features: Tensor, tokens: Tensor) -> None:
         """Append rows of features [n, F] whose next tokens [n] are known; keep the last output."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-from torch import Tensor
-
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
 
@@ -16,7 +12,6 @@ class NoDrafter:
     name = "none"
     fingerprint: str | None = None
     shape: str | None = None
-    replayable = True
     has_marginals = False
     trained_block_size: int | None = None
     feature_layers: tuple[int, ...] = ()
@@ -33,9 +28,3 @@ class NoDrafter:
 
     def observe(self, verdict: Verdict) -> None:
         """Keeps no state."""
-
-    def replay(
-        self, ids: Tensor, features: Tensor | None, anchors: Tensor, n_slots: int
-    ) -> NoReturn:
-        """Has no blocks to replay: its only plan is plain decoding, one token a cycle."""
-        raise AssertionError("plain decoding has no drafts")

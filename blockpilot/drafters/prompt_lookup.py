@@ -6,10 +6,8 @@ No weights. A draft is as long as the text allows, and empty where nothing occur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.protocols import TargetModel
@@ -24,7 +22,6 @@ class PromptLookupDrafter:
 
     name = "prompt_lookup"
     shape: str | None = None
-    replayable = False  # its drafts differ in length, which a replay does not count
     has_marginals = False
     feature_layers: tuple[int, ...] = ()
 
@@ -53,12 +50,6 @@ class PromptLookupDrafter:
     def observe(self, verdict: Verdict) -> None:
         """The text grows."""
         self._text += verdict.tokens
-
-    def replay(
-        self, ids: Tensor, features: Tensor | None, anchors: Tensor, n_slots: int
-    ) -> NoReturn:
-        """Is decoded instead."""
-        raise AssertionError("prompt lookup is not replayable")
 
 
 def followers(text: Sequence[int], max_ngram: int) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.decoding.anchors import Replay
-from blockpilot.records.replays import read_replay
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import PLAIN
 from blockpilot.records.store import read_records
 from blockpilot.stats import labels
@@ -47,7 +47,7 @@ def per_cycle_gains(
             number = place.get(row["example"])
             if number is None or row["n_new_tokens"] < 2:
                 continue
-            _, replay, _ = read_replay(run, {str(key): value for key, value in row.items()})
+            _, replay, _ = RunFolder(run).replay({str(key): value for key, value in row.items()})
             if replay.marginals is None:
                 log.warning("nothing in hindsight: %s was made with replay.marginals=false", run)
                 return None

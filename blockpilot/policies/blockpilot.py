@@ -12,9 +12,9 @@ from torch import Tensor
 from blockpilot.base.errors import UserError
 from blockpilot.base.hub import folder_of
 from blockpilot.base.provenance import digest
-from blockpilot.decoding.anchors import Answered, Choices, Replay, fixed_choices
+from blockpilot.decoding.anchors import Choices, KnownAnswer, Replay, fixed_choices
 from blockpilot.decoding.protocols import Drafter, TargetModel
-from blockpilot.decoding.types import Draft, Plan, Verdict, View
+from blockpilot.decoding.types import Block, Draft, View
 from blockpilot.predictor.net import (
     BlockSizeNet,
     PredictorConfig,
@@ -87,9 +87,11 @@ class BlockSizePolicy:
         self.net.to(target.device).eval().requires_grad_(False)
         trained = drafter.trained_block_size
         verify = config.block_mode == "verify"
-        self.plans = [Plan(trained if verify and size > 1 else size, size) for size in config.sizes]
+        self.blocks = [
+            Block(trained if verify and size > 1 else size, size) for size in config.sizes
+        ]
         self.block_size, self.block_mode = max(config.sizes), config.block_mode
-        self.widest = max(plan.drafted for plan in self.plans)
+        self.widest = max(block.drafted for block in self.blocks)
 
     def start(self, view: View) -> None:
         """Choose the size of this prompt."""
@@ -97,35 +99,32 @@ class BlockSizePolicy:
         self._plan = self.choose(prefill.logits[-1], prefill.hidden[-1], len(view.prompt_ids))
         self.speculates = self._plan.verified > 1
 
-    def choose(self, logits: Tensor, hidden: Tensor, n_prompt_tokens: int) -> Plan:
-        """The plan of a prompt with prefill logits [V] and hidden state [D]."""
+    def choose(self, logits: Tensor, hidden: Tensor, n_prompt_tokens: int) -> Block:
+        """The block of a prompt with prefill logits [V] and hidden state [D]."""
         length = torch.tensor([n_prompt_tokens], device=logits.device)
-        return self.plans[int(self.scores(logits[None], hidden[None], length).argmax())]
+        return self.blocks[int(self.scores(logits[None], hidden[None], length).argmax())]
 
     def scores(self, logits: Tensor, hidden: Tensor, n_prompt_tokens: Tensor) -> Tensor:
         """Scores [P, m] of the sizes for logits [P, V], hidden states [P, D] and lengths [P]."""
         assert self.net is not None
         return self.net(features_of(self.net.config.features, logits, hidden, n_prompt_tokens))
 
-    def plan(self, view: View) -> Plan:
+    def block(self, view: View) -> Block:
         return self._plan
 
     def next(self, draft: Draft, view: View) -> Draft:
         return draft.cut(self._plan.verified - 1)
 
-    def observe(self, verdict: Verdict) -> None:
-        """Learns nothing while decoding."""
+    def replay_blocks(self) -> list[Block]:
+        return self.blocks
 
-    def replay_plans(self) -> list[Plan]:
-        return self.plans
-
-    def replayed(self, known: Replay, answered: Answered) -> Choices:
+    def replayed(self, known: Replay, answered: KnownAnswer) -> Choices:
         """The predictor is asked as it is while decoding."""
         assert self.net is not None
         device = self.net.head.weight.device
         logits, hidden = answered.prefill_logits.to(device), answered.prefill_hidden.to(device)
-        plan = self.choose(logits, hidden, answered.n_prompt_tokens)
-        return fixed_choices(known, plan)
+        block = self.choose(logits, hidden, answered.n_prompt_tokens)
+        return fixed_choices(known, block)
 
 
 def _random(target: TargetModel, drafter: Drafter) -> BlockSizeNet:

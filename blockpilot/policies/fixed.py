@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from blockpilot.base.errors import UserError
-from blockpilot.decoding.anchors import Answered, Choices, Replay, fixed_choices
+from blockpilot.decoding.anchors import Choices, KnownAnswer, Replay, fixed_choices
 from blockpilot.decoding.protocols import Drafter, TargetModel
-from blockpilot.decoding.types import BLOCK_MODES, Draft, Plan, Verdict, View
+from blockpilot.decoding.types import BLOCK_MODES, Block, Draft, View
 
 
-def block_plan(block_size: int, block_mode: str, drafter: Drafter) -> Plan:
+def block_of(block_size: int, block_mode: str, drafter: Drafter) -> Block:
     """What a bound drafter sees and what is verified for a block size.
 
     In mode `draft` the drafter sees `block_size` slots; in mode `verify` it sees the trained block
@@ -20,7 +20,7 @@ def block_plan(block_size: int, block_mode: str, drafter: Drafter) -> Plan:
     if block_size < 1:
         raise UserError(f"block size {block_size}: allowed are sizes >= 1 (1 is plain decoding)")
     if block_mode == "draft" or block_size == 1:
-        return Plan(block_size, block_size)
+        return Block(block_size, block_size)
     if trained_block_size is not None and not drafter.has_marginals:
         raise UserError(
             f"block_mode=verify: drafter {drafter.name} fills no block whose first slots could be "
@@ -31,7 +31,7 @@ def block_plan(block_size: int, block_mode: str, drafter: Drafter) -> Plan:
             f"block size {block_size} in block_mode=verify: allowed are 1..{trained_block_size} "
             "(the trained block size)"
         )
-    return Plan(trained_block_size, block_size)
+    return Block(trained_block_size, block_size)
 
 
 class FixedPolicy:
@@ -55,23 +55,20 @@ class FixedPolicy:
         """Check the size against the drafter's trained one (UserError)."""
         if self.block_size is None:
             self.block_size = drafter.trained_block_size or 1
-        self.fixed_plan = block_plan(self.block_size, self.block_mode, drafter)
-        self.widest = self.fixed_plan.drafted
+        self.fixed_block = block_of(self.block_size, self.block_mode, drafter)
+        self.widest = self.fixed_block.drafted
 
     def start(self, view: View) -> None:
         """Reads nothing of the prompt."""
 
-    def plan(self, view: View) -> Plan:
-        return self.fixed_plan
+    def block(self, view: View) -> Block:
+        return self.fixed_block
 
     def next(self, draft: Draft, view: View) -> Draft:
-        return draft.cut(self.fixed_plan.verified - 1)
+        return draft.cut(self.fixed_block.verified - 1)
 
-    def observe(self, verdict: Verdict) -> None:
-        """Learns nothing."""
+    def replay_blocks(self) -> list[Block]:
+        return [self.fixed_block]
 
-    def replay_plans(self) -> list[Plan]:
-        return [self.fixed_plan]
-
-    def replayed(self, known: Replay, answered: Answered) -> Choices:
-        return fixed_choices(known, self.fixed_plan)
+    def replayed(self, known: Replay, answered: KnownAnswer) -> Choices:
+        return fixed_choices(known, self.fixed_block)

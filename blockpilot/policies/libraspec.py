@@ -14,9 +14,9 @@ from operator import mul
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve, cost_settings, load_cost
 from blockpilot.costs.fits import most_per_second
-from blockpilot.decoding.anchors import Answered, Choices, Replay
+from blockpilot.decoding.anchors import Choices, KnownAnswer, Replay
 from blockpilot.decoding.protocols import Drafter, TargetModel
-from blockpilot.decoding.types import Draft, Plan, Verdict, View
+from blockpilot.decoding.types import Block, Draft, View
 
 
 class LibraSpecPolicy:
@@ -46,7 +46,7 @@ class LibraSpecPolicy:
         trained = drafter.trained_block_size
         if not drafter.has_marginals or trained is None or trained < 2:
             raise UserError(f"policy {self.name}: drafter {drafter.name} has no slot marginals")
-        self.block_plan = Plan(trained, trained)
+        self.block_of = Block(trained, trained)
         self.block_size = self.widest = trained
         self._curve: CostCurve | None = None
         self.fingerprint = f"alpha={self.alpha}"
@@ -62,12 +62,12 @@ class LibraSpecPolicy:
         """Seconds of cycles that verify 1, 2, ... drafted tokens; none for the practical rule."""
         if self._curve is None:
             return []
-        trained = self.block_plan.drafted
+        trained = self.block_of.drafted
         sizes = range(2, trained + 1)
         return [self._curve.cut_seconds(trained, size, context) for size in sizes]
 
-    def plan(self, view: View) -> Plan:
-        return self.block_plan
+    def block(self, view: View) -> Block:
+        return self.block_of
 
     def next(self, draft: Draft, view: View) -> Draft:
         """The leading tokens that the rule keeps; one host sync for the confidences."""
@@ -81,25 +81,22 @@ class LibraSpecPolicy:
             return practical_length(confidences, self.alpha)
         return exact_length(confidences, seconds)
 
-    def observe(self, verdict: Verdict) -> None:
-        """Learns nothing."""
+    def replay_blocks(self) -> list[Block]:
+        return [self.block_of]
 
-    def replay_plans(self) -> list[Plan]:
-        return [self.block_plan]
-
-    def replayed(self, known: Replay, answered: Answered) -> Choices:
+    def replayed(self, known: Replay, answered: KnownAnswer) -> Choices:
         """The rule at every anchor, from the marginals that the replay kept."""
         accepted: list[int] = []
-        plans: list[Plan] = []
+        blocks: list[Block] = []
         if known.marginals is not None:
             seconds = self._costs(answered.n_prompt_tokens)
             confidences = known.marginals.top_logprobs[:, :, 0].float().exp().tolist()
-            whole = known.accepted[self.block_plan].tolist()
+            whole = known.accepted[self.block_of].tolist()
             for mine, n_accepted in zip(confidences, whole, strict=True):
                 kept = self._kept(mine, seconds)
                 accepted.append(min(n_accepted, kept))
-                plans.append(Plan(self.block_plan.drafted, kept + 1))
-        return Choices(accepted, plans)
+                blocks.append(Block(self.block_of.drafted, kept + 1))
+        return Choices(accepted, blocks)
 
 
 def practical_length(confidences: Sequence[float], alpha: float) -> int:

@@ -19,9 +19,9 @@ import torch
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import cost_settings, load_cost
 from blockpilot.costs.fits import OnlineCost, Roofline, Shapes, most_per_second
-from blockpilot.decoding.anchors import Answered, Choices, Replay
+from blockpilot.decoding.anchors import Choices, KnownAnswer, Replay
 from blockpilot.decoding.protocols import Drafter, TargetModel
-from blockpilot.decoding.types import Draft, Plan, Verdict, View
+from blockpilot.decoding.types import Block, Draft, View
 
 FITS = ("measured", "roofline")
 _CANDIDATES = 128  # of a slot, at most: BASTION's
@@ -67,7 +67,7 @@ class TreePolicy:
         """
         if not drafter.has_marginals or drafter.trained_block_size is None:
             raise UserError(f"policy {self.name}: drafter {drafter.name} has no slot marginals")
-        self.block_plan = Plan(drafter.trained_block_size, drafter.trained_block_size)
+        self.block_of = Block(drafter.trained_block_size, drafter.trained_block_size)
         self.widest = max(self.nodes + 1, drafter.trained_block_size)
         self.fingerprint: str | None = None
         self._online = OnlineCost() if self.reads_clock else None
@@ -99,12 +99,12 @@ class TreePolicy:
         """The costs of this prompt's cycles, taken at its length."""
         self._seconds = self._costs(len(view.prompt_ids))
 
-    def plan(self, view: View) -> Plan:
+    def block(self, view: View) -> Block:
         """The trained block; learns on the way what an earlier cycle took."""
         if self._online is not None and view.timed is not None:
             positions, seconds = view.timed
             self._online.learn(positions, seconds, self._seconds[positions - 2])
-        return self.block_plan
+        return self.block_of
 
     def next(self, draft: Draft, view: View) -> Draft:
         """The best tree of the block's marginals; one host sync for its candidates."""
@@ -120,10 +120,7 @@ class TreePolicy:
         tokens = top.indices.flatten()[index]
         return Draft(tokens, parents=[parent for _, _, parent in tree])
 
-    def observe(self, verdict: Verdict) -> None:
-        """Learns nothing."""
-
-    def replay_plans(self) -> list[Plan]:
+    def replay_blocks(self) -> list[Block]:
         return []
 
     def _grown(self, logprobs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[Node]:
@@ -132,13 +129,13 @@ class TreePolicy:
             seconds = self._online.seconds(seconds[: len(tree)])
         return tree[: paying_nodes(tree, logprobs, seconds)] if seconds else tree
 
-    def replayed(self, known: Replay, answered: Answered) -> Choices:
+    def replayed(self, known: Replay, answered: KnownAnswer) -> Choices:
         """The tree of every anchor, from its marginals, against the tokens that follow it.
 
         Raises UserError for a replay that kept fewer candidates than decoding reads.
         """
         accepted: list[int] = []
-        plans: list[Plan] = []
+        blocks: list[Block] = []
         if known.marginals is not None:
             kept = known.marginals.top_tokens.shape[-1]
             needed = min(self.candidates, answered.prefill_logits.shape[-1])
@@ -158,8 +155,8 @@ class TreePolicy:
                 ]
                 tree = self._grown(logprobs[anchor], seconds)
                 accepted.append(accepted_by(tree, ranks))
-                plans.append(Plan(self.block_plan.drafted, len(tree) + 1))
-        return Choices(accepted, plans)
+                blocks.append(Block(self.block_of.drafted, len(tree) + 1))
+        return Choices(accepted, blocks)
 
 
 def paying_nodes(

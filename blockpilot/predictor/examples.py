@@ -26,10 +26,8 @@ from blockpilot.base.json_values import first_line, fitted
 from blockpilot.costs.curve import CostCurve, load_cost
 from blockpilot.prompts.base import DISTILL, SPLITS
 from blockpilot.prompts.splits import near_duplicate_groups
-from blockpilot.records.prefill import read_prefill
-from blockpilot.records.prompts import read_prompts
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import PLAIN, SHARED_FIELDS
-from blockpilot.records.store import read_manifests
 from blockpilot.stats.tau import example_names, example_taus, half_taus
 
 log = logging.getLogger(__name__)
@@ -156,7 +154,7 @@ def gather(
     origin = Origin(
         sizes=tuple(chosen),
         target=str(first["target"]),
-        target_parameters=_parameters(folders[0]),
+        target_parameters=RunFolder(folders[0]).target_parameters(),
         drafter=first["drafter_checkpoint"],
         block_mode=str(first["block_mode"]),
         label=label,
@@ -176,7 +174,7 @@ def gather(
     lengths = rows["n_prompt_tokens"].astype(int).to_numpy()
     seconds = _cycle_seconds(chosen, lengths, curve, trained if cut else None)
     taus = [torch.from_numpy(table.reindex(index).to_numpy().copy()) for table in tables]
-    prefills = [read_prefill(Path(row["folder"]), row) for _, row in rows.iterrows()]  # type: ignore[arg-type]
+    prefills = [RunFolder(Path(row["folder"])).prefill(row) for _, row in rows.iterrows()]  # type: ignore[arg-type]
     return Examples(
         origin,
         example=index.tolist(),
@@ -198,7 +196,7 @@ def leaks(folders: Sequence[Path], records: pd.DataFrame) -> set[str]:
 
     Runs draw splits from the prompts that each of them loads, so only here can all be compared.
     """
-    prompts = {prompt.id: prompt for folder in folders for prompt in read_prompts(folder)}
+    prompts = {prompt.id: prompt for folder in folders for prompt in RunFolder(folder).prompts()}
     splits = records.groupby("prompt_id")["split"].first()
     ids = [prompt_id for prompt_id in splits.index if prompt_id in prompts]
     groups = near_duplicate_groups(["\n".join(prompts[each].turns) for each in ids])
@@ -210,16 +208,6 @@ def leaks(folders: Sequence[Path], records: pd.DataFrame) -> set[str]:
     if found:
         log.info("%d prompts left out: another run has their like in a later split", len(found))
     return found
-
-
-def _parameters(run: Path) -> int:
-    """Parameters of the target of a run, by its manifest."""
-    try:
-        return int(read_manifests(run)[0]["sessions"][-1]["provenance"]["target_parameters"])
-    except (LookupError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{run}: manifest.json describes no target ({first_line(error)}); run its sweep again"
-        ) from error
 
 
 def _one_row_each(

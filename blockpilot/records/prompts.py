@@ -1,4 +1,4 @@
-"""The prompts of a run, as it read them: `prompts.jsonl` in its folder.
+"""The prompts of a run, as it read them.
 
 Records hold hashes only; who compares the prompts of several runs, or reads what was asked, needs
 the words.
@@ -17,34 +17,32 @@ from blockpilot.base.json_values import first_line, fitted
 from blockpilot.prompts.base import Prompt
 
 
-def save_prompts(folder: Path, prompts: Sequence[Prompt]) -> None:
+def add_prompts(file: Path, prompts: Sequence[Prompt]) -> None:
     """Add prompts to those of earlier sessions of the run, atomically.
 
     Raises UserError when an id stood for another conversation there: rows would mix the two.
     """
-    known = {prompt.id: prompt for prompt in _read(folder)}
+    known = {prompt.id: prompt for prompt in _read(file)}
     for prompt in prompts:
         if prompt.id in known and known[prompt.id].hash != prompt.hash:
             raise UserError(
-                f"prompt {prompt.id} is another conversation than in {folder}/prompts.jsonl; "
-                "choose another run_id"
+                f"prompt {prompt.id} is another conversation than in {file}; choose another run_id"
             )
     known |= {prompt.id: prompt for prompt in prompts}
     lines = [json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in known.values()]
     content = "".join(lines).encode()
-    replace_file(folder / "prompts.jsonl", lambda stream: stream.write(content))
+    replace_file(file, lambda stream: stream.write(content))
 
 
-def read_prompts(folder: Path) -> list[Prompt]:
-    """Prompts of the run in `folder`. Raises UserError when it has none or a damaged file."""
-    prompts = _read(folder)
+def read_prompts(file: Path) -> list[Prompt]:
+    """The prompts of a run. Raises UserError when there are none or the file is damaged."""
+    prompts = _read(file)
     if not prompts:
-        raise UserError(f"{folder} holds no prompts.jsonl: run its sweep again, same run_id")
+        raise UserError(f"{file.parent} holds no {file.name}: run its sweep again, same run_id")
     return prompts
 
 
-def _read(folder: Path) -> list[Prompt]:
-    file = folder / "prompts.jsonl"
+def _read(file: Path) -> list[Prompt]:
     if not file.exists():
         return []
     prompts: list[Prompt] = []

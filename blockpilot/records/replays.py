@@ -1,28 +1,24 @@
 """What a replay knows of every anchor: one safetensors file per prompt and turn.
 
-They lie in `<run folder>/replay/` under the names of the prefill files, so a row finds its file.
 Policies that decide per cycle are trained and scored on them without loading a model.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 from blockpilot.base.errors import UserError
-from blockpilot.base.files import make_folder, remove_leftovers, replace_file
 from blockpilot.decoding.anchors import Marginals, Replay
-from blockpilot.decoding.types import Plan
-from blockpilot.records.prefill import tensor_file
-from blockpilot.records.schema import Settings, group_key
+from blockpilot.decoding.types import Block
+from blockpilot.records.prefill import write_tensors
+from blockpilot.records.schema import Settings
 
 _MARGINALS = ("rank", "top_tokens", "top_logprobs")
 
@@ -35,17 +31,15 @@ class Text:
     prompt_length: int
 
 
-def save_replay(
-    folder: Path, settings: Settings, text: Text, replay: Replay, features: Tensor | None
-) -> Path:
-    """Write the text, the accepted lengths per plan, the marginals and, where given, the features
-    [T - 1, F], atomically; returns the path. Raises UserError when the system refuses the write.
+def write_replay(
+    file: Path, settings: Settings, text: Text, replay: Replay, features: Tensor | None
+) -> None:
+    """Write the text, the accepted lengths per block, the marginals and, where given, the features
+    [T - 1, F], atomically (UserError).
     """
-    path = _path(folder, settings.prompt_id, settings.turn, group_key(settings))
-    make_folder(path.parent)
-    plans = list(replay.accepted)
+    blocks = list(replay.accepted)
     tensors = {"ids": torch.tensor(text.ids, dtype=torch.int32)}
-    tensors |= {f"accepted.{i}": replay.accepted[plan] for i, plan in enumerate(plans)}
+    tensors |= {f"accepted.{i}": replay.accepted[block] for i, block in enumerate(blocks)}
     if replay.marginals is not None:
         tensors |= {name: getattr(replay.marginals, name) for name in _MARGINALS}
         tensors["top_logprobs"] = tensors["top_logprobs"].half()
@@ -54,37 +48,28 @@ def save_replay(
     metadata = {
         "prompt_id": settings.prompt_id,
         "prompt_length": str(text.prompt_length),
-        "plans": json.dumps([[plan.drafted, plan.verified] for plan in plans]),
+        "plans": json.dumps([[block.drafted, block.verified] for block in blocks]),
     }
-    content = save(tensors, metadata)
-    # Other processes write here too, but only this one to this prompt's file.
-    remove_leftovers(path.parent, path.name)
-    replace_file(path, lambda stream: stream.write(content))
-    return path
+    write_tensors(file, tensors, metadata)
 
 
-def read_replay(folder: Path, row: Mapping[str, Any]) -> tuple[Text, Replay, Tensor | None]:
-    """Text, replay and features that belong to a record row of the run in `folder`.
+def read_replay(file: Path, prompt_id: str) -> tuple[Text, Replay, Tensor | None]:
+    """Text, replay and features that `write_replay` wrote.
 
     Raises UserError when there is no such file or it is broken.
     """
-    path = _path(folder, row["prompt_id"], int(row["turn"]), row["group_key"])
     try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-        tensors = load_file(path)
-        plans = [Plan(*pair) for pair in json.loads(metadata["plans"])]
-        accepted = {plan: tensors[f"accepted.{i}"] for i, plan in enumerate(plans)}
+        with safe_open(file, "pt") as stored:
+            metadata = stored.metadata()
+        tensors = load_file(file)
+        blocks = [Block(*pair) for pair in json.loads(metadata["plans"])]
+        accepted = {block: tensors[f"accepted.{i}"] for i, block in enumerate(blocks)}
         text = Text(tensors["ids"].tolist(), int(metadata["prompt_length"]))
         found = None
         if "rank" in tensors:
             found = Marginals(*(tensors[name] for name in _MARGINALS))
     except FileNotFoundError as error:
-        raise UserError(f"no replay of prompt {row['prompt_id']}: {path}") from error
+        raise UserError(f"no replay of prompt {prompt_id}: {file}") from error
     except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
-        raise UserError(f"{path} is broken: delete it and run the sweep again") from error
+        raise UserError(f"{file} is broken: delete it and run the sweep again") from error
     return text, Replay(accepted, found), tensors.get("features")
-
-
-def _path(folder: Path, prompt_id: str, turn: int, group: str) -> Path:
-    return tensor_file(folder / "replay", prompt_id, turn, group)

@@ -46,6 +46,11 @@ _COUNTING = ["key", "group_key", "session_id", "status"]
 _ORDER = ["prompt_id", "turn", "repeat", "method", "block_size", "key"]
 
 
+def holds_rows(folder: Path) -> bool:
+    """Whether a process ever wrote rows into a run folder."""
+    return bool(_rank_folders(folder))
+
+
 def shard(items: Sequence[T], rank: int, world_size: int) -> list[T]:
     """The items of one rank: every `world_size`-th, so that each belongs to exactly one rank.
 

@@ -11,10 +11,10 @@ run id again finishes what is missing and repeats nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pandas as pd
 from hydra.utils import instantiate
@@ -33,25 +33,17 @@ from blockpilot.costs.curve import cost_settings, load_cost
 from blockpilot.decoding.divergence import EXACT_MARGIN
 from blockpilot.decoding.loop import Method
 from blockpilot.decoding.protocols import Drafter
+from blockpilot.decoding.replay import can_replay
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.verify import verify
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.load import load_prompts
-from blockpilot.records.prompts import save_prompts
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import METHOD_FIELDS, PLAIN, SHARED_FIELDS, token_hash
-from blockpilot.records.settings import keep_settings
-from blockpilot.records.store import (
-    Store,
-    missing_prompts,
-    read_records,
-    read_table,
-    shard,
-    write_parquet,
-)
+from blockpilot.records.store import shard
 from blockpilot.sweep.decoded import DecodedSweep
-from blockpilot.sweep.plan import sweep_plan
+from blockpilot.sweep.estimate import sweep_estimate
 from blockpilot.sweep.replayed import ReplayedSweep
 from blockpilot.sweep.rows import Rows
 from blockpilot.sweep.tables import figures_of, sweep_table
@@ -68,7 +60,6 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
     Raises IncompleteError when prompts failed or, in float32 and float64, when an output differs
     from plain decoding by more than rounding explains. What was measured is kept.
     """
-    folder = Path(cfg.paths.outputs) / "sweep" / cfg.run_id
     prompts = load_prompts(
         instantiate(cfg.prompts.sets, _convert_="all"),
         limit=cfg.prompts.limit,
@@ -77,51 +68,87 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
         folder=cfg.prompts.folder,
     )
     if cfg.plan:
-        show_estimate(sweep_plan(cfg, prompts))
+        show_estimate(sweep_estimate(cfg, prompts))
         return pd.DataFrame()
     drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
     target = load_target(cfg)
     drafter.bind(target)
-    target.timed = cfg.mode == "decode" or not drafter.replayable
+    target.timed = cfg.mode == "decode" or not can_replay(drafter)
     methods = sweep_methods(cfg, drafter, target)
-    sweep = new_sweep(cfg, target, drafter, methods, folder)
-    place, tracker = world(), instantiate(cfg.tracker, _convert_="all")
-    expected = {prompt.id: sweep.expected_keys(prompt) for prompt in prompts}
-    keep_settings(
-        folder / "settings.json",
-        shared_settings(sweep, prompts[0]),
-        what="rows",
-        parts=method_settings(sweep, prompts[0]),
+    run = RunFolder(Path(cfg.paths.outputs) / "sweep" / cfg.run_id)
+    sweep = new_sweep(cfg, target, drafter, methods, run)
+    rank, tracker = world(), instantiate(cfg.tracker, _convert_="all")
+    provenance = facts(target.device) | {"target_parameters": target.model.num_parameters()}
+    run.keep_settings(
+        shared_settings(sweep, prompts[0], provenance), method_settings(sweep, prompts[0])
     )
-    check_prompt_tokens(sweep, prompts, folder)
+    measured = Measured.of(run)
+    measured.check_prompt_tokens(sweep, prompts)
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    with Store(
-        folder,
+    with run.session(
         run_id=cfg.run_id,
-        rank=place.rank,
-        world_size=place.size,
+        rank=rank.rank,
+        world_size=rank.size,
         settings=settings,
-        provenance=facts(target.device) | {"target_parameters": target.model.num_parameters()},
+        provenance=provenance,
     ) as store:
-        if place.rank == 0:
-            save_prompts(folder, prompts)
-        missing = set(missing_prompts(folder, expected))
-        todo = [p for p in shard(prompts, place.rank, place.size) if p.id in missing]
-        lacking = set(read_table(folder, ["method"])["method"].to_pylist()) - set(methods)
-        if todo and lacking:
+        if rank.rank == 0:
+            run.keep_prompts(prompts)
+        todo = measured.missing(sweep, shard(prompts, rank.rank, rank.size))
+        if todo and (lacking := measured.methods - set(methods)):
             log.warning("prompts measured now have no %s, as rows of before", sorted(lacking))
         log.info("%d of %d prompts to do, methods: %s", len(todo), len(prompts), ", ".join(methods))
         sweep.measure(todo, store)
-    write_parquet(folder)
+    run.derive_parquet()
     # A rank that leaves with an error ends the others, and the table is of all ranks' rows.
     meet(f"{cfg.run_id}/measured")
-    records = read_records(folder)
-    if place.rank == 0:
-        with tracked(tracker, folder, config=settings, rank=0):
+    records = run.records()
+    if rank.rank == 0:
+        with tracked(tracker, run.path, config=settings, rank=0):
             tracker.summarise(figures_of(show(records)))
     meet(f"{cfg.run_id}/shown")
     raise_if_incomplete(sweep, records)
     return records
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What earlier sessions of a run folder measured, read once."""
+
+    rows: pd.DataFrame
+    folder: Path
+
+    @classmethod
+    def of(cls, run: RunFolder) -> Self:
+        """Reads the folder (UserError when it is damaged)."""
+        names = ["prompt_id", "turn", "prompt_sha256", "method", "key", "status"]
+        return cls(run.columns(names).to_pandas(), run.path)
+
+    @property
+    def methods(self) -> set[str]:
+        """Names of the methods that have rows."""
+        return set(self.rows["method"])
+
+    def missing(
+        self, sweep: DecodedSweep | ReplayedSweep, prompts: Sequence[Prompt]
+    ) -> list[Prompt]:
+        """Prompts that lack a row of some turn and method, or have one that failed."""
+        done = set(self.rows.loc[self.rows["status"] != "failed", "key"])
+        return [prompt for prompt in prompts if not done >= sweep.expected_keys(prompt)]
+
+    def check_prompt_tokens(
+        self, sweep: DecodedSweep | ReplayedSweep, prompts: Sequence[Prompt]
+    ) -> None:
+        """Refuse a folder whose rows were measured on other tokens of a prompt (UserError)."""
+        first = self.rows[self.rows["turn"] == 0]
+        stored = dict(zip(first["prompt_id"], first["prompt_sha256"], strict=True))
+        for prompt in prompts:
+            before = stored.get(prompt.id)
+            if before and token_hash(sweep.turn(prompt, []).ids) != before:
+                raise UserError(
+                    f"rows in {self.folder} were measured on other tokens of prompt {prompt.id}: "
+                    "its text, the tokenizer or its chat template changed; choose another run_id"
+                )
 
 
 def new_sweep(
@@ -129,7 +156,7 @@ def new_sweep(
     target: Target,
     drafter: Drafter,
     methods: dict[str, Method],
-    folder: Path,
+    run: RunFolder,
 ) -> DecodedSweep | ReplayedSweep:
     """The sweep of the mode asked for; a drafter that cannot be replayed is decoded, told so."""
     if not target.timed:
@@ -139,15 +166,17 @@ def new_sweep(
             cost = load_cost(cfg.cost, cost_settings(target, drafter) | own)
             told = [f"{cost.settings.get(name)}" for name in ("hardware", "threads", "dtype")]
             log.info("times are predicted for %s, threads %s, %s", *told)
-        return ReplayedSweep(cfg, target, methods, folder, drafter, cost)
+        return ReplayedSweep(cfg, target, methods, run, drafter, cost)
     if cfg.cost is not None:
         raise UserError(f"cost={cfg.cost}: times of decoded rows are measured; set mode=replay")
     if cfg.mode == "replay":
         log.warning("drafter %s cannot be replayed: decoding instead", drafter.name)
-    return DecodedSweep(cfg, target, methods, folder)
+    return DecodedSweep(cfg, target, methods, run)
 
 
-def shared_settings(sweep: DecodedSweep | ReplayedSweep, prompt: Prompt) -> dict[str, Any]:
+def shared_settings(
+    sweep: DecodedSweep | ReplayedSweep, prompt: Prompt, machine: Mapping[str, Any]
+) -> dict[str, Any]:
     """What all rows of a run folder share: a table of others would compare what differs.
 
     The seed may differ. Times are of one machine, predicted ones of one curve.
@@ -156,7 +185,6 @@ def shared_settings(sweep: DecodedSweep | ReplayedSweep, prompt: Prompt) -> dict
     shared = {name: row[name] for name in SHARED_FIELDS if name != "seed"}
     if isinstance(sweep, ReplayedSweep):
         return shared | {"cost": None if sweep.cost is None else sweep.cost.digest()}
-    machine = facts(sweep.target.device)
     if sweep.target.device.type == "cpu":
         return shared | {name: machine[name] for name in ("cpu", "threads")}
     return shared | {"gpu": machine["gpu"]}
@@ -173,28 +201,13 @@ def method_settings(sweep: DecodedSweep | ReplayedSweep, prompt: Prompt) -> dict
     }
 
 
-def check_prompt_tokens(
-    sweep: DecodedSweep | ReplayedSweep, prompts: Sequence[Prompt], folder: Path
-) -> None:
-    """Refuse a folder whose rows were measured on other tokens of a prompt (UserError)."""
-    wanted = ["prompt_id", "turn", "prompt_sha256"]
-    rows = read_table(folder, wanted).to_pylist()
-    stored = {row["prompt_id"]: row["prompt_sha256"] for row in rows if row["turn"] == 0}
-    for prompt in prompts:
-        if (before := stored.get(prompt.id)) and token_hash(sweep.turn(prompt, []).ids) != before:
-            raise UserError(
-                f"rows in {folder} were measured on other tokens of prompt {prompt.id}: its text, "
-                "the tokenizer or its chat template changed; choose another run_id"
-            )
-
-
 def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[str, Method]:
     """Plain decoding, the drafter at every size and under further policies; bound to the target.
 
     Sizes are B-k..B+k around the trained block size B, clipped to what is possible, and those
     listed. Size 1 is plain decoding.
     """
-    plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode=cfg.block_mode), verify)
+    plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode=cfg.block_mode))
     methods = {PLAIN: plain}
     trained = drafter.trained_block_size
     sizes = set(cfg.sizes)
@@ -205,7 +218,7 @@ def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[st
         raise UserError(f"sizes={list(cfg.sizes)}: drafter {drafter.name} has no block size but 1")
     for size in sorted(sizes - {1}):
         policy = FixedPolicy(block_size=size, block_mode=cfg.block_mode)
-        methods[f"{drafter.name}{size}"] = Method(drafter, policy, verify)
+        methods[f"{drafter.name}{size}"] = Method(drafter, policy)
     path = cfg.policy.path
     if path and all(each.get("path") != path for each in cfg.methods.values()):
         raise UserError(f"policy.path={path}: no method reads it; add method=[blockpilot]")
@@ -222,7 +235,7 @@ def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[st
                 )
         else:
             brought, policy = drafter, parts
-        methods[str(name)] = Method(brought, policy, verify)
+        methods[str(name)] = Method(brought, policy)
     for method in methods.values():
         method.bind(target)
     return methods

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +13,16 @@ from blockpilot.app.config import SweepConfig
 from blockpilot.app.terminal import progress_bar
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve
-from blockpilot.decoding.anchors import TOP, Answered, Replay
+from blockpilot.decoding.anchors import TOP, KnownAnswer, Replay
 from blockpilot.decoding.answers import Answer, answer
 from blockpilot.decoding.loop import Method
-from blockpilot.decoding.protocols import Drafter
+from blockpilot.decoding.protocols import Drafter, Policy, ReplayablePolicy
 from blockpilot.decoding.replay import anchors_per_chunk, free_memory, replay
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Trace
 from blockpilot.prompts.base import Prompt
-from blockpilot.records.replays import Text, save_replay
+from blockpilot.records.replays import Text
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import PLAIN, failed_row, ok_row, skipped_row
 from blockpilot.records.store import Store
 from blockpilot.sweep.rows import Rows, Turn
@@ -42,6 +42,17 @@ class _Conversation:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
+def replayable(method: str, policy: Policy) -> ReplayablePolicy:
+    """The policy of a method, which a replay can ask (UserError where it cannot)."""
+    if policy.reads_clock:
+        raise UserError(
+            f"method {method}: its choices depend on this machine's clock; set mode=decode"
+        )
+    if not isinstance(policy, ReplayablePolicy):
+        raise UserError(f"method {method}: policy {policy.name} has no replay; set mode=decode")
+    return policy
+
+
 class ReplayedSweep(Rows):
     """Replays prompts with all methods and hands the rows to the store."""
 
@@ -52,24 +63,21 @@ class ReplayedSweep(Rows):
         cfg: SweepConfig,
         target: Target,
         methods: dict[str, Method],
-        folder: Path,
+        run: RunFolder,
         drafter: Drafter,
         cost: CostCurve | None,
     ) -> None:
-        super().__init__(cfg, target, methods, folder)
+        super().__init__(cfg, target, methods, run)
         self.drafter, self.cost = drafter, cost
         given = cfg.replay.memory_gb
         self.memory = int(given * 2**30) if given else free_memory(target.device) // _SHARE
+        self.policies = {name: replayable(name, each.policy) for name, each in methods.items()}
+        self.blocks = [b for each in self.policies.values() for b in each.replay_blocks()]
         self.candidates = 0
         if drafter.has_marginals and cfg.replay.marginals:
-            self.candidates = max([TOP, *(each.policy.candidates for each in methods.values())])
-        self.plans = [p for method in methods.values() for p in method.policy.replay_plans()]
+            self.candidates = max([TOP, *(each.candidates for each in self.policies.values())])
         for name, method in methods.items():
-            if method.policy.reads_clock:
-                raise UserError(
-                    f"method {name}: its choices depend on this machine's clock; set mode=decode"
-                )
-            if method.policy.candidates and not cfg.replay.marginals:
+            if self.policies[name].candidates and not cfg.replay.marginals:
                 raise UserError(f"replay.marginals=false: {name} is replayed from the marginals")
             if cost is not None:  # a size without a cost shows here, not prompt by prompt
                 seconds = cost.tree_seconds if method.policy.tree else cost.seconds
@@ -153,13 +161,13 @@ class ReplayedSweep(Rows):
             text = Text([*turn.ids, *said.tokens], len(turn.ids))
             features = said.features if self.cfg.replay.keep_features else None
             settings = self.settings(prompt, number, PLAIN)
-            save_replay(self.folder, settings, text, found, features)
-            answered = Answered(
+            self.run.keep_replay(settings, text, found, features)
+            answered = KnownAnswer(
                 said.tokens, len(turn.ids), said.prefill_logits, said.prefill_hidden
             )
             traces = {}
-            for name, method in self.methods.items():
-                choices = method.policy.replayed(found, answered)
+            for name, policy in self.policies.items():
+                choices = policy.replayed(found, answered)
                 traces[name] = choices.trace(said.tokens, said.stop_reason)
         rows = []
         for name, trace in traces.items():
@@ -179,7 +187,7 @@ class ReplayedSweep(Rows):
             ids,
             len(turn.ids),
             features,
-            self.plans,
+            self.blocks,
             chunk=anchors_per_chunk(self.drafter, self.target, len(ids), self.memory),
             candidates=self.candidates,
         )

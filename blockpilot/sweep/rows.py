@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
@@ -14,7 +13,8 @@ from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.render import render
-from blockpilot.records.prefill import Prefill, save_prefill
+from blockpilot.records.prefill import Prefill
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import PLAIN, Settings, row_key
 
 
@@ -36,9 +36,9 @@ class Rows:
     mode: str  # of the rows
 
     def __init__(
-        self, cfg: SweepConfig, target: Target, methods: dict[str, Method], folder: Path
+        self, cfg: SweepConfig, target: Target, methods: dict[str, Method], run: RunFolder
     ) -> None:
-        self.cfg, self.target, self.methods, self.folder = cfg, target, methods, folder
+        self.cfg, self.target, self.methods, self.run = cfg, target, methods, run
         self.failed: list[str] = []
 
     def expected_keys(self, prompt: Prompt) -> set[str]:
@@ -119,4 +119,4 @@ class Rows:
     def keep_prefill(self, prompt: Prompt, turn: int, logits: Tensor, hidden: Tensor) -> None:
         """Store the prefill distribution and last hidden state of a turn."""
         settings = self.settings(prompt, turn, PLAIN)
-        save_prefill(self.folder, settings, Prefill(logits, hidden))
+        self.run.keep_prefill(settings, Prefill(logits, hidden))

@@ -14,15 +14,16 @@ from blockpilot.app.target import model_shape
 from blockpilot.base.devices import pick_device, pick_dtype
 from blockpilot.costs.curve import load_cost
 from blockpilot.decoding.anchors import TOP
+from blockpilot.decoding.replay import can_replay
 from blockpilot.prompts.base import Prompt
 
 
 def mode_of(cfg: SweepConfig) -> str:
     """Whether a sweep will `replay` or `decode`: a drafter that cannot be replayed is decoded."""
-    return cfg.mode if get_class(cfg.drafter["_target_"]).replayable else "decode"
+    return cfg.mode if can_replay(get_class(cfg.drafter["_target_"])) else "decode"
 
 
-def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float | str]:
+def sweep_estimate(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float | str]:
     """Counts and upper bounds by name: every answer is taken to use up its budget.
 
     The sizes are those of a drafter with a trained block size; sizes that its block mode or a
@@ -36,19 +37,19 @@ def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float |
     width = torch.finfo(pick_dtype(cfg.dtype, cfg.model.dtype, pick_device(cfg.device))).bits // 8
     per_turn = (shape.vocab_size + shape.hidden_size) * width
     mode = mode_of(cfg)
-    plan: dict[str, float | str] = {
+    estimate: dict[str, float | str] = {
         "mode": mode,
         "prompts": len(prompts),
         "turns": turns,
         "rows": turns * n_methods,
     }
     if mode == "decode":
-        plan["target forwards, at most"] = turns * n_methods * budget
+        estimate["target forwards, at most"] = turns * n_methods * budget
     else:
         batches = math.ceil(len(prompts) / cfg.replay.batch_size)
         rounds = max((len(prompt.turns) for prompt in prompts), default=0)
-        plan["target forwards of a batch, at most"] = batches * rounds * budget
-        plan["blocks drafted, at most"] = turns * n_sizes * budget
+        estimate["target forwards of a batch, at most"] = batches * rounds * budget
+        estimate["blocks drafted, at most"] = turns * n_sizes * budget
         if cfg.replay.marginals:
             # Methods that bring a drafter of their own are refused in a replay.
             policies = [
@@ -60,9 +61,9 @@ def sweep_plan(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float |
             kept = min(kept, shape.vocab_size)
             # Slots of a block are unknown before the drafter is loaded: 16 is the published size.
             per_turn += 16 * budget * (4 + 6 * kept)
-    plan["GB on disk, at most"] = round(turns * per_turn / 1e9, 3)
+    estimate["GB on disk, at most"] = round(turns * per_turn / 1e9, 3)
     if cfg.cost is not None and Path(cfg.cost).exists():  # a pipeline may measure it first
         # Of plain decoding alone: what the drafted sizes take depends on their tau.
         seconds = turns * budget * load_cost(cfg.cost, {}).seconds(1, budget)
-        plan["hours of plain decoding, at most"] = round(seconds / 3600, 2)
-    return plan
+        estimate["hours of plain decoding, at most"] = round(seconds / 3600, 2)
+    return estimate
