@@ -47,6 +47,7 @@ class DFlashDrafter:
 
     name = "dflash"
     has_marginals = True
+    network: DFlashNetwork  # once bound
 
     def __init__(self, *, checkpoint: str | None, ignore_keys: Sequence[str]) -> None:
         self.checkpoint, self.ignore_keys = checkpoint, ignore_keys
@@ -54,7 +55,6 @@ class DFlashDrafter:
         self.shape: str | None = None
         self.trained_block_size: int | None = None
         self.feature_layers: tuple[int, ...] = ()
-        self.network: DFlashNetwork | None = None
         self._cycles = self._tokens = 0
         self._drafted = self._warned = False
 
@@ -68,7 +68,7 @@ class DFlashDrafter:
                 f"drafter.checkpoint=null: no DFlash drafter of {target.name} is known; name one, "
                 "or train one with python -m blockpilot.distill"
             )
-        if self.network is None:
+        if self.fingerprint is None:
             self.network = load_network(self.checkpoint, target, self.ignore_keys)
             published = self.network.config.published()
             self.fingerprint = fingerprint_of(
@@ -85,7 +85,6 @@ class DFlashDrafter:
 
     def start(self, view: View, capacity: int) -> None:
         """Room for the keys and values of `capacity` positions, filled with the prompt's."""
-        assert self.network is not None
         assert view.new_features is not None
         shape = self.network.config.layers
         slab = (shape.num_key_value_heads, capacity, shape.head_dim)
@@ -130,7 +129,6 @@ class DFlashDrafter:
         self, ids: Tensor, features: Tensor | None, anchors: Tensor, n_slots: int
     ) -> BlockProposals:
         """Blocks behind many anchors over one context, in one forward."""
-        assert self.network is not None
         assert features is not None
         masks = self._mask_embedding.expand(len(anchors), n_slots - 1, -1)
         blocks = torch.cat([self._target.embed(ids[anchors])[:, None], masks], dim=1)
@@ -138,7 +136,6 @@ class DFlashDrafter:
 
     def _extend_context(self, features: Tensor) -> None:
         """Append keys and values of positions whose target features [n, F] became known."""
-        assert self.network is not None
         start, end = self._length, self._length + features.shape[0]
         context = self.network.context(features)
         rope = self._cos[start:end], self._sin[start:end]
@@ -150,7 +147,6 @@ class DFlashDrafter:
 
     def _block(self, x: Tensor) -> Tensor:
         """Final hidden states [B, D] of one block x [B, D] behind the cached context."""
-        assert self.network is not None
         start, end = self._length, self._length + x.shape[0]
         rope = self._cos[start:end], self._sin[start:end]
         for index, layer in enumerate(self.network.stack):

@@ -57,6 +57,7 @@ class Eagle3Drafter:
 
     name = "eagle3"
     has_marginals = False
+    network: Eagle3Network  # once bound
 
     def __init__(
         self,
@@ -80,7 +81,6 @@ class Eagle3Drafter:
         self.shape: str | None = None
         self.trained_block_size: int | None = block_size
         self.feature_layers: tuple[int, ...] = ()
-        self.network: Eagle3Network | None = None
 
     def bind(self, target: TargetModel) -> None:
         """Load the head and check that it belongs to this target (UserError)."""
@@ -89,7 +89,7 @@ class Eagle3Drafter:
                 f"drafter.checkpoint=null: no EAGLE-3 head of {target.name} is known; name one, or "
                 "train one with python -m blockpilot.distill drafter=eagle3"
             )
-        if self.network is None:
+        if self.fingerprint is None:
             self.network = load_head(self.checkpoint, target, self.ignore_keys)
             tree = f"depth={self.depth},top_k={self.top_k}"
             published = self.network.config.published()
@@ -103,7 +103,6 @@ class Eagle3Drafter:
 
     def start(self, view: View, capacity: int) -> None:
         """Room for keys and values of `capacity` positions and of a tree behind them."""
-        assert self.network is not None
         assert view.new_features is not None
         shape = self.network.config.layer
         rows = capacity + self.depth * self.top_k
@@ -137,7 +136,6 @@ class Eagle3Drafter:
 
     def _extend(self, features: Tensor, tokens: Tensor) -> None:
         """Append rows of features [n, F] whose next tokens [n] are known; keep the last output."""
-        assert self.network is not None
         start, end = self._length, self._length + len(tokens)
         places = torch.arange(end, device=tokens.device)
         seen = places <= places[start:, None]  # [n, end]
@@ -146,7 +144,6 @@ class Eagle3Drafter:
 
     def _grow(self, n_passes: int) -> list[Level]:
         """Proposals behind the anchor, level by level."""
-        assert self.network is not None
         device = self._last.device
         scores, tokens = self._best(self._last)
         levels = [Level(scores[0], tokens[0], torch.full_like(tokens[0], -1))]
@@ -174,7 +171,6 @@ class Eagle3Drafter:
 
     def _best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target ids [n, k] of the best next tokens of outputs [n, D]."""
-        assert self.network is not None
         logprobs = self.network.logits(hidden).float().log_softmax(dim=-1)
         top = logprobs.topk(min(self.top_k, logprobs.shape[-1]), dim=-1)
         return top.values, self.network.target_ids(top.indices)
@@ -188,7 +184,6 @@ class Eagle3Drafter:
         seen: Tensor,  # [n, start + n] bool
     ) -> Tensor:
         """Outputs [n, D] of rows whose keys and values go to `start...` of the cache."""
-        assert self.network is not None
         layer, end = self.network.midlayer, start + len(tokens)
         x = layer.read(self._embed(tokens), features)
         rope = self._cos[positions], self._sin[positions]

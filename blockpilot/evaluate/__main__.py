@@ -213,7 +213,6 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
 def facts_of(item: tuple[str, BlockSizePolicy]) -> dict[str, str | int | float]:
     """What tells a predictor apart, for the lines of its method."""
     name, policy = item
-    assert policy.net is not None
     config = policy.net.config
     facts: dict[str, str | int | float] = {"method": name, "parameters": parameters_of(policy.net)}
     facts["sizes"] = " ".join(map(str, config.sizes))
@@ -227,7 +226,6 @@ def chosen_sizes(policy: BlockSizePolicy, test: Examples) -> Ints:
 
     Raises UserError for a predictor of other sizes or another pair, naming what differs.
     """
-    assert policy.net is not None
     config, origin = policy.net.config, test.origin
     for what, theirs, ours in (
         ("sizes", config.sizes, origin.sizes),

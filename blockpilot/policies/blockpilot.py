@@ -39,10 +39,11 @@ class BlockSizePolicy:
     candidates = 0
     reads_clock = False
     tree = False
+    net: BlockSizeNet  # once loaded
+    blocks: list[Block]  # one a size, once bound
 
     def __init__(self, *, path: str) -> None:
         self.path = path
-        self.net: BlockSizeNet | None = None
         self.block_size: int | None = None
         self.fingerprint: str | None = None
         self.speculates = True
@@ -57,7 +58,6 @@ class BlockSizePolicy:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write a bound or loaded policy's predictor."""
-        assert self.net is not None
         save_predictor(self.net, Path(folder))
 
     def bind(self, target: TargetModel, drafter: Drafter) -> None:
@@ -66,7 +66,7 @@ class BlockSizePolicy:
             raise UserError(f"policy {self.name}: drafter {drafter.name} has no block to size")
         if self.path == "random":
             self.net = _random(target, drafter)
-        elif self.net is None:
+        elif not hasattr(self, "net"):
             self.net = load_predictor(folder_of(f"policy {self.path}", self.path))
         config = self.net.config
         dtype = str(target.dtype).removeprefix("torch.")
@@ -106,7 +106,6 @@ class BlockSizePolicy:
 
     def scores(self, logits: Tensor, hidden: Tensor, n_prompt_tokens: Tensor) -> Tensor:
         """Scores [P, m] of the sizes for logits [P, V], hidden states [P, D] and lengths [P]."""
-        assert self.net is not None
         return self.net(features_of(self.net.config.features, logits, hidden, n_prompt_tokens))
 
     def block(self, view: View) -> Block:
@@ -120,7 +119,6 @@ class BlockSizePolicy:
 
     def replayed(self, known: Replay, answered: KnownAnswer) -> Choices:
         """The predictor is asked as it is while decoding."""
-        assert self.net is not None
         device = self.net.head.weight.device
         logits, hidden = answered.prefill_logits.to(device), answered.prefill_hidden.to(device)
         block = self.choose(logits, hidden, answered.n_prompt_tokens)
