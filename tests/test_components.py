@@ -31,8 +31,8 @@ METHODS = {
     "prompts": ("load",),
     "drafter": ("bind", "start", "draft", "observe"),
     "tracker": ("start", "log", "summarise", "finish"),
-    "policy": ("bind", "start", "plan", "next", "observe"),
-    "method": ("bind", "start", "plan", "next", "observe"),
+    "policy": ("bind", "start", "block", "next"),
+    "method": ("bind", "start", "block", "next"),
 }
 BY_COST = ("libraspec-exact", "caddtree", "bastion", "bastion-online")
 PATH = {

@@ -258,7 +258,7 @@ class Alternating(FixedPolicy):
 
     def block(self, view: View) -> Block:
         self.cycle += 1
-        return Block(1, 1) if self.cycle % 3 else super().plan(view)
+        return Block(1, 1) if self.cycle % 3 else super().block(view)
 
     def next(self, draft: Draft, view: View) -> Draft:
         return draft

@@ -14,7 +14,7 @@ from stages_kit import entered, performed, sweep_arguments, write_prompts
 
 from blockpilot.base.errors import IncompleteError, UserError
 from blockpilot.decoding.target import Target
-from blockpilot.records.store import read_records
+from blockpilot.records.store import Store, read_records
 from blockpilot.sweep import __main__ as sweep
 from blockpilot.sweep import decoded, rows
 from blockpilot.sweep.tables import sweep_table
@@ -135,7 +135,7 @@ def test_an_output_that_rounding_does_not_explain_is_reported(
 def test_a_full_disk_stops_in_one_line_and_loses_nothing(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fsync, append = os.fsync, sweep.Store.append
+    fsync, append = os.fsync, Store.append
     stored: list[str] = []
 
     def full(descriptor: int) -> None:
@@ -149,7 +149,7 @@ def test_a_full_disk_stops_in_one_line_and_loses_nothing(
         stored.append(rows[0]["prompt_id"])
 
     monkeypatch.setattr(os, "fsync", full)
-    monkeypatch.setattr(sweep.Store, "append", appending)
+    monkeypatch.setattr(Store, "append", appending)
     with pytest.raises(UserError, match=r"No space left on device.*stored before is intact"):
         performed(sweep.run, "sweep", *arguments)
     folder = tmp_path / "sweep" / "run"

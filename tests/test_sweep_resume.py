@@ -31,7 +31,7 @@ from blockpilot.base.launch import meet
 from blockpilot.base.provenance import facts
 from blockpilot.prompts.base import Prompt
 from blockpilot.records.schema import TIMES
-from blockpilot.records.store import read_records
+from blockpilot.records.store import Store, read_records
 from blockpilot.sweep import __main__ as sweep
 from blockpilot.sweep.decoded import DecodedSweep
 
@@ -124,7 +124,7 @@ class Watch:
     def __init__(self, patch: pytest.MonkeyPatch, stop_at: int | None, *, before: bool) -> None:
         self.measured: list[str] = []
         self.stored = 0
-        append, decode_rows = sweep.Store.append, DecodedSweep._rows
+        append, decode_rows = Store.append, DecodedSweep._rows
 
         def appending(store: Any, given: Iterable[Any]) -> None:
             self.stored += 1
@@ -138,7 +138,7 @@ class Watch:
             self.measured.append(prompt.id)
             return decode_rows(one, prompt)
 
-        patch.setattr(sweep.Store, "append", appending)
+        patch.setattr(Store, "append", appending)
         patch.setattr(DecodedSweep, "_rows", measuring)
 
 

@@ -68,7 +68,7 @@ class DFlashDrafter:
                 f"drafter.checkpoint=null: no DFlash drafter of {target.name} is known; name one, "
                 "or train one with python -m blockpilot.distill"
             )
-        if self.fingerprint is None:
+        if not hasattr(self, "network"):
             self.network = load_network(self.checkpoint, target, self.ignore_keys)
             published = self.network.config.published()
             self.fingerprint = fingerprint_of(

@@ -89,7 +89,7 @@ class Eagle3Drafter:
                 f"drafter.checkpoint=null: no EAGLE-3 head of {target.name} is known; name one, or "
                 "train one with python -m blockpilot.distill drafter=eagle3"
             )
-        if self.fingerprint is None:
+        if not hasattr(self, "network"):
             self.network = load_head(self.checkpoint, target, self.ignore_keys)
             tree = f"depth={self.depth},top_k={self.top_k}"
             published = self.network.config.published()

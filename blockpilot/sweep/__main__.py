@@ -140,11 +140,12 @@ class Measured:
         self, sweep: DecodedSweep | ReplayedSweep, prompts: Sequence[Prompt]
     ) -> None:
         """Refuse a folder whose rows were measured on other tokens of a prompt (UserError)."""
-        first = self.rows[self.rows["turn"] == 0]
+        first = self.rows[(self.rows["turn"] == 0) & self.rows["prompt_sha256"].notna()]
         stored = dict(zip(first["prompt_id"], first["prompt_sha256"], strict=True))
         for prompt in prompts:
-            before = stored.get(prompt.id)
-            if before and token_hash(sweep.turn(prompt, []).ids) != before:
+            if prompt.id not in stored:
+                continue
+            if token_hash(sweep.turn(prompt, []).ids) != stored[prompt.id]:
                 raise UserError(
                     f"rows in {self.folder} were measured on other tokens of prompt {prompt.id}: "
                     "its text, the tokenizer or its chat template changed; choose another run_id"
