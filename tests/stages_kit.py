@@ -171,7 +171,7 @@ def entered(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *argument
     return int(left.value.code or 0)
 
 
-TINY_RECIPES = {"dflash": ["recipe.n_layers=1", "recipe.n_target_layers=1"], "eagle3": []}
+TINY_RECIPES = {"dflash": ["recipe.n_layers=1", "recipe.n_target_layers=1"]}
 
 
 def distill_arguments(
@@ -180,7 +180,7 @@ def distill_arguments(
     """Overrides of a tiny float32 distillation: one layer, block size 4, learnt by heart."""
     return [
         f"drafter={drafter}",
-        *TINY_RECIPES[drafter],
+        *TINY_RECIPES.get(drafter, []),
         *TINY,
         "dtype=float32",
         "tracker=none",

@@ -75,7 +75,8 @@ def run(cfg: DistillConfig) -> Path:
 
     # What is answered.
     prompts = distillation_prompts(cfg, target, folder, processes)
-    to_learn, to_measure = (requests(cfg, target, prompts, s) for s in (DISTILL, VALIDATION))
+    to_learn = requests(cfg, target, prompts, DISTILL)
+    to_measure = requests(cfg, target, prompts, VALIDATION)
     layers = blueprint.feature_layers if cfg.responses.store_features else ()
     settings = ResponseSettings(
         **made_for,
