@@ -147,7 +147,7 @@ class DFlashStudent:
                 hidden[:, 1:][known],
                 candidates.weight,
                 candidates.offset,
-                candidates.place[labels[known]],
+                candidates.index[labels[known]],
                 expected[positions],
                 offset[positions],
                 self.cap,

@@ -54,20 +54,15 @@ class Eagle3Recipe:
         self, target: Target, name: str, block_size: int, training: TrainingConfig
     ) -> Blueprint:
         """A new head over the tokens that occur most often in the responses, or a given one."""
-        if training.init is None:
+        given = None if training.init is None else self.given_head(target, training.init)
+        if given is None:
             layers = default_layers(target.config.num_hidden_layers, name)
-
-            def head(corpus: Corpus) -> Eagle3Network:
-                return self.new_head(target, corpus)
         else:
-            given = self.given_head(target, training.init)
             layers = given.config.target_layer_ids
 
-            def head(corpus: Corpus) -> Eagle3Network:
-                return given
-
         def student(corpus: Corpus) -> Eagle3Student:
-            network = head(corpus).to(target.device)
+            network = self.new_head(target, corpus) if given is None else given
+            network = network.to(target.device)
             return Eagle3Student(network, target, block_size, training.anchors_per_sequence)
 
         return Blueprint(layers, student)
@@ -108,11 +103,11 @@ class Eagle3Student:
         self.feature_layers = network.config.target_layer_ids
         ids = network.target_ids(torch.arange(len(network.d2t), device=network.d2t.device))
         head = target.head_rows.to(input_dtype(target))
-        place = torch.zeros(head.shape[0], dtype=torch.int64, device=head.device)
-        place[ids] = torch.arange(len(ids), device=head.device)
+        index = torch.zeros(head.shape[0], dtype=torch.int64, device=head.device)
+        index[ids] = torch.arange(len(ids), device=head.device)
         no_offset = torch.zeros(1, device=head.device)
         cap = target.logit_shape.cap
-        self.vocabulary = Candidates(head[ids.to(head.device)], no_offset, place, cap)
+        self.vocabulary = Candidates(head[ids.to(head.device)], no_offset, index, cap)
         self.cross_entropies = cross_entropies
 
     def published(self) -> dict[str, Any]:
@@ -158,7 +153,7 @@ class Eagle3Student:
                 hidden[known],
                 rows,
                 candidates.offset,
-                candidates.place[labels[known]],
+                candidates.index[labels[known]],
                 expected[positions],
                 offset[positions],
                 None,  # the head's own logits are under no cap

@@ -205,13 +205,13 @@ class DrafterTrainer:
                 self.accelerator.backward(loss)
                 losses.append(loss.item())
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-        wrong = [i for i, loss in zip(batch, losses, strict=True) if not math.isfinite(loss)]
-        fine = torch.tensor(float(not wrong and bool(torch.isfinite(norm))), device=self.device)
-        if self.accelerator.reduce(fine, "sum") < self.accelerator.num_processes:
-            bad = gather_object([self.corpus.prompt_ids[index] for index in wrong])
-            some = gather_object([self.corpus.prompt_ids[index] for index in batch])
+        diverged = [i for i, loss in zip(batch, losses, strict=True) if not math.isfinite(loss)]
+        finite = torch.tensor(float(not diverged and bool(norm.isfinite())), device=self.device)
+        if self.accelerator.reduce(finite, "sum") < self.accelerator.num_processes:
+            by_loss = gather_object([self.corpus.prompt_ids[index] for index in diverged])
+            of_step = gather_object([self.corpus.prompt_ids[index] for index in batch])
             self.step += 1
-            self._refuse(f"the {'loss' if bad else 'gradient'} is", bad or some)
+            self._refuse(f"the {'loss' if by_loss else 'gradient'} is", by_loss or of_step)
         self.optimizer.step()
         self.model.zero_grad()
         return sum(losses) / len(batch)
