@@ -171,9 +171,16 @@ def entered(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *argument
     return int(left.value.code or 0)
 
 
-def distill_arguments(outputs: Path, prompts: Path, *more: str) -> list[str]:
+TINY_RECIPES = {"dflash": ["recipe.n_layers=1", "recipe.n_target_layers=1"]}
+
+
+def distill_arguments(
+    outputs: Path, prompts: Path, *more: str, drafter: str = "dflash"
+) -> list[str]:
     """Overrides of a tiny float32 distillation: one layer, block size 4, learnt by heart."""
     return [
+        f"drafter={drafter}",
+        *TINY_RECIPES.get(drafter, []),
         *TINY,
         "dtype=float32",
         "tracker=none",
@@ -182,8 +189,6 @@ def distill_arguments(outputs: Path, prompts: Path, *more: str) -> list[str]:
         "responses.batch_size=3",
         "responses.validation=2",
         "new_drafter.name=drafter",
-        "new_drafter.n_layers=1",
-        "new_drafter.n_target_layers=1",
         "new_drafter.block_size=4",
         "training.steps=6",
         "training.sequences_per_step=2",

@@ -17,6 +17,7 @@ STAGE = re.compile(r"-m blockpilot\.(\w+) (?:.*)\bexperiment=([\w-]+)")
 GROUPS = {
     "prompts": "sweep",
     "drafter": "sweep",
+    "recipe": "distill",
     "tracker": "sweep",
     "policy": "generate",
     "method": "sweep",
@@ -30,6 +31,7 @@ EXPERIMENTS = sorted((conf_dir() / "experiment").glob("*.yaml"))
 METHODS = {
     "prompts": ("load",),
     "drafter": ("bind", "start", "draft", "observe"),
+    "recipe": ("blueprint",),
     "tracker": ("start", "log", "summarise", "finish"),
     "policy": ("bind", "start", "block", "next"),
     "method": ("bind", "start", "block", "next"),

@@ -23,7 +23,7 @@ from blockpilot.base.paths import conf_dir
 
 MODELS = sorted((conf_dir() / "model").glob("*.yaml"))
 DEFAULT = "smollm2-135m"
-GROUPS = ("drafter", "policy", "tracker", "prompts")
+GROUPS = ("drafter", "policy", "recipe", "tracker", "prompts")
 COMPONENTS = sorted(path for group in GROUPS for path in (conf_dir() / group).glob("*.yaml"))
 # Parameters in the published checkpoints: an architecture with one wrong number has another count.
 PARAMETERS = {

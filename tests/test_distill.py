@@ -32,6 +32,7 @@ from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.distill import __main__ as distill
+from blockpilot.distill import responses
 from blockpilot.distill.corpus import Corpus
 from blockpilot.distill.dflash import replayed_tau
 from blockpilot.distill.responses import Request, shard_file, write_responses
@@ -42,7 +43,7 @@ from blockpilot.prompts.base import Prompt
 from blockpilot.sweep import __main__ as sweep
 
 HEART = [
-    "training.soft_labels=0",  # random weights spread their probability: soft labels end high
+    "recipe.soft_labels=0",  # random weights spread their probability: soft labels end high
     "training.steps=60",
     "training.sequences_per_step=4",
     "training.anchors_per_sequence=16",
@@ -186,7 +187,7 @@ def through(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-OTHER_LOSS = ["training.slot_weights=decay", "training.sampled_negatives=50"]
+OTHER_LOSS = ["recipe.gamma=4", "recipe.sampled_negatives=50"]
 
 
 @pytest.mark.parametrize(("updates", "more"), [(1, []), (3, []), (5, []), (3, OTHER_LOSS)])
@@ -240,7 +241,8 @@ def test_a_finished_training_is_not_repeated(
     [
         ("training.learning_rate=1e-3", "a checkpoint in .* learning_rate=0.03, this run has 0.00"),
         ("training.steps=8", "a checkpoint in .* made with steps=6, this run has 8"),
-        ("new_drafter.n_layers=2", "a checkpoint in .* made with drafter="),
+        ("recipe.n_layers=2", "a checkpoint in .* made with recipe.n_layers=1, this run has 2"),
+        ("new_drafter.block_size=5", "a checkpoint in .* made with block_size=4, this run has 5"),
         ("seed=1", "responses in .* made with seed=0, this run has 1"),
         ("decoding.temperature=1", "responses in .* made with temperature=0.0, this run has 1.0"),
         ("decoding.max_new_tokens=13", "responses in .* max_new_tokens=12, this run has 13"),
@@ -267,8 +269,8 @@ def test_training_goes_on_from_the_weights_of_another_drafter(
     assert (unchanged / name).read_bytes() == (first / name).read_bytes()
     trained = performed(distill.run, "distill", *given)
     assert (trained / name).read_bytes() != (first / name).read_bytes()
-    with pytest.raises(UserError, match=r"training.init=.*: num_hidden_layers=1, .* asks for 2"):
-        performed(distill.run, "distill", *given, "new_drafter.n_layers=2", "run_id=other")
+    with pytest.raises(UserError, match=r"training.init=.*: num_hidden_layers=1, .* ask for 2"):
+        performed(distill.run, "distill", *given, "recipe.n_layers=2", "run_id=other")
 
 
 def test_a_compiled_training_makes_the_same_drafter(through: Path, tmp_path: Path) -> None:
@@ -292,10 +294,9 @@ def test_how_often_to_log_may_change(through: Path) -> None:
         ("decoding.top_k=5", "decoding.top_k=5, decoding.top_p=1.0: responses are the target's"),
         ("decoding.top_p=0.5", "decoding.top_p=0.5: responses are the target's unfiltered ones"),
         ("dtype=float64", "dtype=float64: training computes in bfloat16 or float32"),
-        ("new_drafter.mask_token_id=300", "mask_token_id=300, allowed are 0..299"),
-        ("new_drafter.n_target_layers=2", "a target of 4 layers has room for 1..1"),
+        ("recipe.mask_token_id=300", "mask_token_id=300, allowed are 0..299"),
+        ("recipe.n_target_layers=2", "a target of 4 layers has room for 1..1"),
         ("new_drafter.block_size=1", "new_drafter.block_size=1: must be a number >= 2"),
-        ("training.slot_weights=x", "training.slot_weights=x: must be decay, dpace"),
         ("training.compile=x", "training.compile=x: must be inductor, aot_eager, eager"),
         (
             "+responses.self_written.own={count:4,opening:Write}",
@@ -316,7 +317,7 @@ def test_a_mistake_is_one_line_before_anything_is_answered(
     monkeypatch.chdir(tmp_path)
     write_prompts(Path("few.jsonl"), texts_of("distill", 2))
     monkeypatch.setattr(
-        distill, "write_responses", lambda *rest: pytest.fail("a prompt was answered")
+        responses, "write_responses", lambda *rest: pytest.fail("a prompt was answered")
     )
     given = distill_arguments(tmp_path, distill_prompts(tmp_path), mistake)
     assert entered(monkeypatch, distill.main, *given) == 2

@@ -22,14 +22,14 @@ from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.distill import __main__ as distill
+from blockpilot.distill import prompts as prompting
 from blockpilot.distill import responses
 from blockpilot.distill.corpus import Corpus, Example
+from blockpilot.distill.prompts import requests, self_written
 from blockpilot.distill.responses import (
     Request,
     ResponseSettings,
     batches,
-    requests,
-    self_written,
     shard_file,
     write_responses,
 )
@@ -51,7 +51,14 @@ def asked(lengths: Sequence[int]) -> list[Request]:
     return made
 
 
-MODEL: Any = SimpleNamespace(thinking=None, template_date="2025-01-01")
+def limited(limit: int | None) -> Any:
+    """What the choice of prompts reads of a stage's configuration."""
+    return SimpleNamespace(
+        model=SimpleNamespace(thinking=None, template_date="2025-01-01"),
+        decoding=SimpleNamespace(max_new_tokens=BUDGET),
+        new_drafter=SimpleNamespace(block_size=2),
+        responses=SimpleNamespace(limit=limit, limit_of={}),
+    )
 
 
 def settings(temperature: float, layers: tuple[int, ...] = LAYERS) -> ResponseSettings:
@@ -160,8 +167,8 @@ def test_without_stored_features_a_corpus_has_none(tmp_path: Path) -> None:
 def test_any_prefix_of_the_requests_is_the_same_and_batches_lose_none() -> None:
     prompts = [Prompt(f"s/{n}", "s", (f"text {'x' * n}",), DISTILL) for n in range(50)]
     target = tiny_target()
-    few = requests(target, prompts, MODEL, 20)
-    assert few == requests(target, prompts[::-1], MODEL, None)[:20]
+    few = requests(limited(20), target, prompts, DISTILL)["s"]
+    assert few == requests(limited(None), target, prompts[::-1], DISTILL)["s"][:20]
     for ready in (few, few[:7]):
         made = batches(ready, 3)
         assert [len(batch) for batch in made[:-1]] == [3] * (len(made) - 1)
@@ -256,7 +263,7 @@ def test_a_prompt_past_the_context_is_left_out_before_it_is_answered(
         asked.append(ids)
         return "too long" if ids == asked[0] else None
 
-    monkeypatch.setattr(distill, "check_prompt", refuses_the_first)
+    monkeypatch.setattr(prompting, "check_prompt", refuses_the_first)
     given = distill_arguments(tmp_path, distill_prompts(tmp_path), "training.steps=0")
     with caplog.at_level(logging.WARNING):
         performed(distill.run, "distill", *given)

@@ -142,7 +142,7 @@ def loss_over(head: CandidateHead, hidden: torch.Tensor, labels: torch.Tensor, s
     candidates = head.draw(generator(seed))
     logits = F.linear(hidden, candidates.weight) + candidates.offset
     rows, offsets = soft_targets(hidden, candidates, candidates.weight, None)
-    place = candidates.place[labels]
+    place = candidates.index[labels]
     hard, _ = cross_entropies(
         hidden, candidates.weight, candidates.offset, place, rows, offsets, None
     )
@@ -171,13 +171,13 @@ def test_soft_labels_are_the_probabilities_of_the_target(
     rows, offsets = soft_targets(taught, candidates, candidates.weight, cap)
     hard, soft = cross_entropies(
         *(hidden, candidates.weight, candidates.offset),
-        *(candidates.place[labels], rows, offsets, cap),
+        *(candidates.index[labels], rows, offsets, cap),
     )
     shape = LogitShape(cap=cap)
     logits, teacher = (shape(x @ candidates.weight.T) + candidates.offset for x in (hidden, taught))
     wanted = F.cross_entropy(logits, teacher.softmax(dim=-1), reduction="none")
     torch.testing.assert_close(soft, wanted)
-    wanted = F.cross_entropy(logits, candidates.place[labels], reduction="none")
+    wanted = F.cross_entropy(logits, candidates.index[labels], reduction="none")
     torch.testing.assert_close(hard, wanted)
 
 
@@ -208,6 +208,6 @@ def test_candidates_are_the_seen_tokens_and_distinct_others() -> None:
     ids = candidates.weight[:, 0].long().tolist()
     assert ids[:3] == seen.tolist()
     assert len(set(ids)) == len(ids) == 13
-    assert candidates.place[torch.tensor(ids)].tolist() == list(range(13))
+    assert candidates.index[torch.tensor(ids)].tolist() == list(range(13))
     assert candidates.offset[:3].tolist() == [0, 0, 0]
     assert candidates.offset[3:].tolist() == pytest.approx([math.log(27 / 10)] * 10)

@@ -3,8 +3,8 @@
 A stage composes its YAML with Hydra and hands the result to `typed`, which merges it into the
 stage's schema. That names every unknown key (Hydra lets `+modle=x` through), every missing one and
 every wrong value, each in one line with what is allowed. The schemas hold no defaults: those live
-in YAML. Components (`drafter`, `policy`, `tracker`, `prompts.sets`) are `Any` here, for the
-constructor of a component is its schema.
+in YAML. Components (`drafter`, `policy`, `recipe`, `tracker`, `prompts.sets`) are `Any` here, for
+the constructor of a component is its schema.
 """
 
 import difflib
@@ -253,19 +253,15 @@ class ResponsesConfig:
 
 @dataclass
 class NewDrafterConfig:
-    """Shape of the drafter to train."""
+    """What drafters of every kind have."""
 
     name: str | None
-    block_size: int  # of DFlash; for EAGLE-3 one more than the unrolled steps
-    n_layers: int  # of DFlash
-    n_target_layers: int  # that DFlash reads
-    mask_token_id: int | None  # of DFlash; null: the first embedding row past the tokenizer
-    draft_vocabulary: int  # most tokens that an EAGLE-3 head can say
+    block_size: int
 
 
 @dataclass
 class TrainingConfig:
-    """Optimisation of a drafter."""
+    """Optimisation of a drafter of any kind."""
 
     init: str | None  # drafter whose weights training continues from; null: random ones
     steps: int
@@ -275,10 +271,6 @@ class TrainingConfig:
     weight_decay: float
     warmup: float  # share of the steps
     clip: float
-    slot_weights: str  # of DFlash, and so to sampled_negatives; EAGLE-3's are as published
-    gamma: float  # of slot_weights=decay
-    soft_labels: float  # share of the target's distribution in the labels; 0: its tokens alone
-    sampled_negatives: int | None  # null: the loss sees the whole vocabulary
     compile: str | None  # backend of torch.compile; null: no compilation
     log_every: int
     evaluate_every: int
@@ -291,7 +283,10 @@ class DistillConfig(StageConfig):
     plan: bool
     prompts: PromptsConfig
     tracker: Any
-    drafter: Any  # its kind is what is trained
+    drafter: (
+        str | None
+    )  # null: the group's choice is the recipe's; a drafter's own settings mean nothing here
+    recipe: Any  # what only drafters of the chosen kind need
     responses: ResponsesConfig
     new_drafter: NewDrafterConfig
     training: TrainingConfig

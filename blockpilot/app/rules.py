@@ -18,7 +18,6 @@ ENGINES = ("eager", "compiled")
 ATTENTION = ("sdpa", "eager")
 MODES = ("replay", "decode")
 WEIGHTS = ("pretrained", "random")
-SLOT_WEIGHTS = ("decay", "dpace")
 LABELS = ("argmax", "soft", "curve")
 OBJECTIVES = ("tau", "throughput")
 COMPILERS = ("inductor", "aot_eager", "eager")  # backends of torch.compile
@@ -50,6 +49,16 @@ def number(key: str, low: float, high: float, *, above: bool = False) -> Rule:
         return all(low < each <= high or (each == low and not above) for each in values)
 
     return Rule(key, holds, f"a number {'>' if above else '>='} {low} and <= {high}")
+
+
+def whole(key: str, low: int, high: int) -> Rule:
+    """Return the rule that the value of a component's `key`, which has no type, is a whole number
+    in a range."""
+    return Rule(
+        key,
+        lambda value: type(value) is int and low <= value <= high,
+        f"a whole number >= {low} and <= {high}",
+    )
 
 
 def sizes(key: str, low: int, high: int) -> Rule:
@@ -119,11 +128,7 @@ RULES = (
         f"sets with a count >= 1 and <= {_COUNT}",
     ),
     number("responses.batch_size", 1, _BATCH),
-    number("new_drafter.n_layers", 1, 1000),
-    number("new_drafter.n_target_layers", 1, 1000),
     number("new_drafter.block_size", 2, _BLOCK),
-    number("new_drafter.mask_token_id", 0, _COUNT),
-    number("new_drafter.draft_vocabulary", 1, _COUNT),
     number("training.steps", 0, _COUNT),
     number("training.sequences_per_step", 1, _BATCH),
     number("training.anchors_per_sequence", 1, _BATCH),
@@ -131,10 +136,6 @@ RULES = (
     number("training.weight_decay", 0, 10),
     number("training.warmup", 0, 1),
     number("training.clip", 0, _COUNT, above=True),
-    one_of("training.slot_weights", SLOT_WEIGHTS),
-    number("training.gamma", 0, _COUNT, above=True),
-    number("training.soft_labels", 0, 1),
-    number("training.sampled_negatives", 1, _COUNT),
     one_of("training.compile", COMPILERS),
     number("training.log_every", 1, _COUNT),
     number("training.evaluate_every", 1, _COUNT),
@@ -156,10 +157,17 @@ COMPONENT_RULES = (
     number("alpha", 0, 1000, above=True),
     number("block_size", 1, _BLOCK),
     number("depth", 0, _BLOCK),
+    whole("draft_vocabulary", 1, _COUNT),
     number("examples", 0, _COUNT),
+    number("gamma", 0, _COUNT, above=True),
+    whole("mask_token_id", 0, _COUNT),
     number("max_ngram", 1, _TOKENS),
     number("max_turns", 1, _COUNT),
+    whole("n_layers", 1, 1000),
+    whole("n_target_layers", 1, 1000),
     number("nodes", 1, _BLOCK),
+    whole("sampled_negatives", 1, _COUNT),
+    number("soft_labels", 0, 1),
     number("top_k", 1, _BLOCK),
     *(
         Rule(key, lambda value: isinstance(value, str), "text")

@@ -54,6 +54,6 @@ def unused_id(target: Target) -> int:
         if token_id not in used:
             return token_id
     raise UserError(
-        f"new_drafter.mask_token_id: {target.name} has no embedding row past its tokenizer's "
+        f"recipe.mask_token_id: {target.name} has no embedding row past its tokenizer's "
         f"{len(used)} entries; name a token that never occurs in text"
     )

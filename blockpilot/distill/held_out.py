@@ -27,10 +27,10 @@ def held_out_taus(
     Every rank has to call it and decodes its share of the prompts.
     """
     method.bind(target)
-    place = PartialState()
+    processes = PartialState()
     work = [(name, request) for name, group in requests.items() for request in group]
     mine = []
-    for index in range(place.process_index, len(work), place.num_processes):
+    for index in range(processes.process_index, len(work), processes.num_processes):
         name, request = work[index]
         sampler = KeyedSampler(
             temperature=temperature, seed=seed, prompt_hashes=[request.prompt.hash]

@@ -21,7 +21,7 @@ class Candidates:
 
     weight: Tensor  # [K, D]
     offset: Tensor  # [K] log-correction of sampled tokens
-    place: Tensor  # [V] index of a token among the candidates
+    index: Tensor  # [V] of a token among the candidates
     cap: float | None  # that the target's logits are softly held under
 
 
@@ -53,9 +53,9 @@ class CandidateHead:
         ids = torch.cat([self.seen, self.absent[drawn]]).to(device)
         offset = torch.zeros(len(ids), device=device)
         offset[len(self.seen) :] = math.log(len(self.absent) / self.n_sampled)
-        place = torch.zeros(self.head.shape[0], dtype=torch.int64, device=device)
-        place[ids] = torch.arange(len(ids), device=device)
-        return Candidates(self.head[ids], offset, place, self.cap)
+        index = torch.zeros(self.head.shape[0], dtype=torch.int64, device=device)
+        index[ids] = torch.arange(len(ids), device=device)
+        return Candidates(self.head[ids], offset, index, self.cap)
 
 
 def soft_targets(

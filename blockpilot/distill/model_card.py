@@ -10,28 +10,12 @@ from omegaconf import OmegaConf
 
 from blockpilot.app.config import DistillConfig
 from blockpilot.distill.corpus import Corpus
-
-_WHAT = {
-    "dflash": "DFlash drafter (arXiv 2602.06036) of {repo}, in the form of the published ones:\n"
-    "`config.json` and bf16 safetensors, without embedding and LM head, which are the target's.",
-    "eagle3": "EAGLE-3 head of {repo}, in the form of the published heads: `config.json` and bf16\n"
-    "safetensors, without embedding, which is the target's. Measured as a chain.",
-}
-
-_NOT_READ: dict[
-    str, dict[str, tuple[str, ...]]
-] = {  # settings that do not shape a drafter of this kind
-    "dflash": {"new_drafter": ("draft_vocabulary",)},
-    "eagle3": {
-        "new_drafter": ("n_layers", "n_target_layers", "mask_token_id"),
-        "training": ("slot_weights", "gamma", "soft_labels", "sampled_negatives"),
-    },
-}
+from blockpilot.distill.recipe import Recipe
 
 
 def model_card(
     name: str,
-    kind: str,
+    recipe: Recipe,
     cfg: DistillConfig,
     corpus: Corpus,
     taus: Mapping[str, float],
@@ -43,19 +27,14 @@ def model_card(
         f"| {name} | {prompts} | {tokens} |" for name, (prompts, tokens) in corpus.counts().items()
     )
     held_out = "\n".join(f"| {name} | {tau:.2f} |" for name, tau in taus.items())
-    settings: dict[str, Any] = {
-        key: OmegaConf.to_container(cfg[key], resolve=True)  # type: ignore[index]
-        for key in ("new_drafter", "responses", "decoding", "training")
-    }
-    for key, names in _NOT_READ[kind].items():
-        for unread in names:
-            del settings[key][unread]
-    recipe = OmegaConf.to_yaml(settings)
+    keys = ("new_drafter", "recipe", "responses", "decoding", "training")
+    given: Any = OmegaConf.masked_copy(cfg, keys)  # type: ignore[arg-type]
+    settings = OmegaConf.to_yaml(given, resolve=True)
     threads = f"{provenance['threads']} threads" if provenance["threads"] > 1 else "one thread"
-    place = provenance["gpu"] or f"{provenance['cpu']} ({threads} a process)"
+    machine = provenance["gpu"] or f"{provenance['cpu']} ({threads} a process)"
     return f"""# {name}
 
-{_WHAT[kind].format(repo=cfg.model.repo)}
+{recipe.description.format(repo=cfg.model.repo)}
 
 ## Data
 
@@ -68,7 +47,7 @@ The target's own answers, prompt by prompt, to prompts of the split `distill`:
 ## Recipe
 
 {cfg.training.steps} optimizer steps from {cfg.training.init or "random weights"}, in
-{seconds / 60:.0f} minutes, processes: {provenance["processes"]}, on {place}; seed {cfg.seed};
+{seconds / 60:.0f} minutes, processes: {provenance["processes"]}, on {machine}; seed {cfg.seed};
 version {provenance["version"]}, commit {provenance["git_commit"]}.
 
 ```
@@ -76,7 +55,7 @@ python -m blockpilot.distill {" ".join(sys.argv[1:])}
 ```
 
 ```yaml
-{recipe.strip()}
+{settings.strip()}
 ```
 
 ## Measured

@@ -7,7 +7,9 @@ the next missing shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,17 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save
 
-from blockpilot.app.config import ModelConfig
 from blockpilot.base.errors import UserError
 from blockpilot.base.files import replace_file
 from blockpilot.base.json_values import first_line
-from blockpilot.decoding.answers import Answer, answer, cut, generate
+from blockpilot.base.launch import world
+from blockpilot.decoding.answers import Answer, answer
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.prompts.base import Prompt
-from blockpilot.prompts.render import render
 from blockpilot.records.settings import keep_settings
+
+log = logging.getLogger(__name__)
 
 SCHEMA = pa.schema(
     [
@@ -66,21 +69,6 @@ class Request:
     ids: list[int]
 
 
-def requests(
-    target: Target, prompts: Iterable[Prompt], model: ModelConfig, limit: int | None
-) -> list[Request]:
-    """First turns rendered: the first `limit` by hash, so that any prefix is a fair sample."""
-    ready = []
-    for prompt in sorted(prompts, key=lambda p: p.hash)[:limit]:
-        messages = [{"role": "user", "content": prompt.turns[0]}]
-        if prompt.system is not None:
-            messages.insert(0, {"role": "system", "content": prompt.system})
-        ready.append(
-            Request(prompt, render(target.tokenizer, messages, model.thinking, model.template_date))
-        )
-    return ready
-
-
 def batches(ready: Sequence[Request], batch_size: int) -> list[list[Request]]:
     """Batches of prompts of similar length: within windows, so that the mix stays fair."""
     window = batch_size * _WINDOW
@@ -98,6 +86,34 @@ def open_folder(folder: Path, settings: ResponseSettings) -> None:
 def shard_file(folder: Path, index: int) -> Path:
     """Parquet file of a batch; its features have the suffix .safetensors."""
     return folder / f"shard-{index:05d}.parquet"
+
+
+def answer_all(
+    target: Target,
+    sets: Mapping[str, Sequence[Request]],
+    folder: Path,
+    settings: ResponseSettings,
+) -> list[Path]:
+    """Shards of the target's responses, every prompt set's in its folder.
+
+    Every rank writes its share of the batches; the shards of the others may not be there yet.
+    """
+    ranks = world()
+    shards: list[Path] = []
+    for name, ready in sets.items():
+        open_folder(folder / name, settings)
+        work = batches(ready, settings.batch_size)
+        # In turn over all sets: of many small ones, the first rank would have every batch.
+        for index in range((ranks.rank - len(shards)) % ranks.size, len(work), ranks.size):
+            begin = time.monotonic()
+            if tokens := write_responses(target, work[index], folder / name, index, settings):
+                pace = tokens / (time.monotonic() - begin)
+                log.info(
+                    "%s %s: batch %d/%d, %.0f tokens/s",
+                    *(folder.name, name, index + 1, len(work), pace),
+                )
+        shards += [shard_file(folder / name, index) for index in range(len(work))]
+    return shards
 
 
 def write_responses(
@@ -172,45 +188,3 @@ def _write_shard(
         schema=SCHEMA,
     )
     replace_file(file, lambda stream: pq.write_table(table, stream))
-
-
-@torch.inference_mode()
-def self_written(
-    target: Target,
-    name: str,
-    opening: str,
-    batches_of: range,
-    batch_size: int,
-    max_new_tokens: int,
-    seed: int,
-) -> list[list[str]]:
-    """User messages that the target writes itself: an open user turn continued at T = 1.
-
-    `opening` is how every message begins, it may be empty; `name` is the prompt set's and enters
-    the noise. One list for each batch number in `batches_of`; a message that does not end within
-    `max_new_tokens` or says nothing of its own is dropped. Raises UserError for a target without a
-    chat template: it has no turns.
-    """
-    if target.tokenizer.chat_template is None:
-        raise UserError("responses.self_written: the target has no chat template; set it to {}")
-    marker = "\u241e"
-    message = [{"role": "user", "content": marker}]
-    text = str(target.tokenizer.apply_chat_template(message, tokenize=False))
-    head = text.split(marker)[0] + opening
-    ids = target.tokenizer(head, add_special_tokens=False)["input_ids"]
-    written = []
-    for number in batches_of:
-        keys = [f"{name}/{number * batch_size + row}" for row in range(batch_size)]
-        sampler = KeyedSampler(temperature=1.0, seed=seed, prompt_hashes=keys)
-        padding = torch.zeros(batch_size, dtype=torch.int64, device=target.device)
-        rows = torch.tensor([ids] * batch_size)
-        mask = torch.ones_like(rows)
-        output = generate(target, rows, mask, sampler, padding, max_new_tokens)
-        ended = [cut(row, target.stop_ids) for row in output[:, len(ids) :].tolist()]
-        texts = [
-            str(target.tokenizer.decode(tokens[:-1], skip_special_tokens=True))
-            for tokens in ended
-            if tokens[-1] in target.stop_ids
-        ]
-        written.append([(opening + own).strip() for own in texts if own.strip()])
-    return written

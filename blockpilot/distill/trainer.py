@@ -1,8 +1,8 @@
 """Training of a drafter: order of the data, optimizer steps, checkpoints, held-out tau.
 
-What is special to a kind of drafter is its `Student`. One micro-batch is one conversation with many
-anchors, so nothing is padded. The order of the data and the anchors follow from (seed, step, rank),
-so a resumed run continues as if it had not stopped.
+What is special to a kind of drafter is the `Student` that its `Recipe` makes. One micro-batch is
+one conversation with many anchors, so nothing is padded. The order of the data and the anchors
+follow from (seed, step, rank), so a resumed run continues as if it had not stopped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +27,7 @@ from blockpilot.base.files import replace_file
 from blockpilot.base.provenance import digest
 from blockpilot.distill.corpus import Corpus
 from blockpilot.distill.optimizer import DrafterOptimizer
-from blockpilot.distill.student import Student
+from blockpilot.distill.recipe import Student
 from blockpilot.records.settings import damaged, keep_settings, load_state
 
 log = logging.getLogger(__name__)
@@ -48,10 +48,12 @@ class DrafterTrainer:
         *,
         seed: int,
         folder: Path,
+        drafter_settings: Mapping[str, Any],
         made_by: dict[str, Any],
     ) -> None:
         self.student, self.network, self.device = student, student.network, device
         self.corpus, self.settings, self.seed = corpus, settings, seed
+        self.drafter_settings = drafter_settings  # which the weights depend on too
         self.made_by = made_by  # code and machine, from `provenance.facts`; the first run's
         self.checkpoint = folder / "checkpoint.pt"
         self.accelerator = Accelerator(
@@ -96,6 +98,7 @@ class DrafterTrainer:
         """What the weights of any later step depend on."""
         return {
             **{name: getattr(self.settings, name) for name in _SHAPING},
+            **self.drafter_settings,
             "seed": self.seed,
             "processes": self.accelerator.num_processes,
             "responses": len(self.corpus),
@@ -150,15 +153,15 @@ class DrafterTrainer:
                 self.save()
                 taus = self._held_out(validation)
                 tracker.log({f"tau/{name}": tau for name, tau in taus.items()}, step=self.step)
-                log.info("step %d  held-out tau %s", self.step, _told(taus))
+                log.info("step %d  held-out tau %s", self.step, _listed(taus))
 
     def _held_out(self, validation: Corpus) -> dict[str, float]:
         """Macro tau per prompt set; every rank walks its share of the conversations."""
-        places = range(
+        mine = range(
             self.accelerator.process_index, len(validation), self.accelerator.num_processes
         )
-        mine = [self.student.tau(validation[i]) for i in places]
-        pairs = [(validation[i].prompt_set, tau) for i, tau in zip(places, mine, strict=True)]
+        examples = (validation[index] for index in mine)
+        pairs = [(each.prompt_set, self.student.tau(each)) for each in examples]
         per_set: dict[str, list[float]] = {}
         for name, tau in gather_object(pairs):
             per_set.setdefault(name, []).append(tau)
@@ -188,25 +191,27 @@ class DrafterTrainer:
         rank = self.accelerator.process_index
         key = (self.seed * 1_000_003 + self.step) * 4099 + rank
         generator = torch.Generator().manual_seed(key)
-        self.student.begin_step(generator)
+        candidates = self.student.candidates(generator)
         losses = []
         for index in batch:
             with self.accelerator.accumulate(self.model):
                 loss = self.student.loss(
-                    self.model, self.accelerator.autocast, self.corpus[index], generator
+                    self.model,
+                    self.accelerator.autocast,
+                    self.corpus[index],
+                    candidates,
+                    generator,
                 )
                 self.accelerator.backward(loss)
                 losses.append(loss.item())
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-        wrong = [
-            index for index, loss in zip(batch, losses, strict=True) if not math.isfinite(loss)
-        ]
-        fine = torch.tensor(float(not wrong and bool(torch.isfinite(norm))), device=self.device)
-        if self.accelerator.reduce(fine, "sum") < self.accelerator.num_processes:
-            bad = gather_object([self.corpus.prompt_ids[index] for index in wrong])
-            some = gather_object([self.corpus.prompt_ids[index] for index in batch])
+        diverged = [i for i, loss in zip(batch, losses, strict=True) if not math.isfinite(loss)]
+        finite = torch.tensor(float(not diverged and bool(norm.isfinite())), device=self.device)
+        if self.accelerator.reduce(finite, "sum") < self.accelerator.num_processes:
+            by_loss = gather_object([self.corpus.prompt_ids[index] for index in diverged])
+            of_step = gather_object([self.corpus.prompt_ids[index] for index in batch])
             self.step += 1
-            self._refuse(f"the {'loss' if bad else 'gradient'} is", bad or some)
+            self._refuse(f"the {'loss' if by_loss else 'gradient'} is", by_loss or of_step)
         self.optimizer.step()
         self.model.zero_grad()
         return sum(losses) / len(batch)
@@ -223,5 +228,5 @@ class DrafterTrainer:
         )
 
 
-def _told(taus: dict[str, float]) -> str:
+def _listed(taus: dict[str, float]) -> str:
     return "  ".join(f"{name} {tau:.2f}" for name, tau in taus.items())
