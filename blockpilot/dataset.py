@@ -21,7 +21,9 @@ from blockpilot.base.errors import UserError
 from blockpilot.predictor.examples import Examples, gather, save_examples
 from blockpilot.prompts.base import SPLITS
 from blockpilot.records.store import read_records
-from blockpilot.stats import labels
+from blockpilot.stats.labels import argmax_labels
+from blockpilot.stats.luck import luck, luck_null
+from blockpilot.stats.oracles import best_fixed, cross_fitted, oracle
 
 log = logging.getLogger("blockpilot.dataset")  # __name__ is __main__ under python -m
 
@@ -68,7 +70,7 @@ def _figures(examples: Examples) -> dict[str, str]:
     if len(examples) < 2:
         return {"examples": str(len(examples))}
     gains, sizes = examples.gains.numpy(), examples.origin.sizes
-    best, fixed = labels.argmax_labels(gains), labels.best_fixed(gains)
+    best, fixed = argmax_labels(gains), best_fixed(gains)
     ties = ((gains == gains.max(axis=1, keepdims=True)).sum(axis=1) > 1).mean()
     counts = np.bincount(best, minlength=len(sizes))
     halved = ~examples.first_half.isnan().any(dim=1)
@@ -80,15 +82,15 @@ def _figures(examples: Examples) -> dict[str, str]:
         "ties": f"{ties:.0%}",
         "best size differs from the fixed": f"{(best != fixed).mean():.0%}",
         "best fixed size": f"{sizes[fixed]} ({gains[:, fixed].mean():.3f})",
-        "oracle": f"{labels.oracle(gains):.3f}",
+        "oracle": f"{oracle(gains):.3f}",
     }
     if halved.any():
         same = np.mean([half[:, fixed].mean() for half in halves])
-        figures["oracle by luck alone"] = f"{labels.luck(gains, *whole_halves).mean():.3f}"
+        figures["oracle by luck alone"] = f"{luck(gains, *whole_halves).mean():.3f}"
         figures["best fixed size, on halves"] = f"{same:.3f}"
-        figures["cross-fitted oracle, on halves"] = f"{labels.cross_fitted(*halves):.3f}"
+        figures["cross-fitted oracle, on halves"] = f"{cross_fitted(*halves).mean():.3f}"
     if len(sizes) > 1:
-        null = labels.luck_null(gains)
+        null = luck_null(gains)
         figures["luck, bound by permutation"] = (
             f"{null.mean:.3f} +- {null.std:.3f}, p = {null.p_value:.2f}"
         )

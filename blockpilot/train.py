@@ -38,7 +38,7 @@ from blockpilot.predictor.trainer import (
 )
 from blockpilot.prompts.base import POLICY, VALIDATION
 from blockpilot.records.settings import keep_settings
-from blockpilot.stats import labels
+from blockpilot.stats.oracles import best_fixed
 
 log = logging.getLogger("blockpilot.train")  # __name__ is __main__ under python -m
 
@@ -70,7 +70,7 @@ def run(cfg: TrainConfig) -> Path:
     with tracked(tracker, folder, config=settings, rank=0):
         trainer.run(train, validation, lambda curves, epoch: tracker.log(curves, step=epoch))
         save_predictor(net, folder / "predictor")
-        fixed = labels.best_fixed(learnt.gains.numpy())
+        fixed = best_fixed(learnt.gains.numpy())
         best = validation.gains.max(dim=1).values
         figures: dict[str, float] = {
             "best epoch": trainer.best_epoch,

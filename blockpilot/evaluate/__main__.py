@@ -48,10 +48,10 @@ from blockpilot.predictor.net import parameters_of
 from blockpilot.prompts.base import POLICY, TEST
 from blockpilot.records.schema import PLAIN
 from blockpilot.records.store import read_records
-from blockpilot.stats import labels
-from blockpilot.stats.labels import Floats, Ints
+from blockpilot.stats.arrays import Floats, Ints
+from blockpilot.stats.oracles import best_fixed
 from blockpilot.stats.tau import turn_of
-from blockpilot.sweep.tables import ALL_SETS, figures_of, render
+from blockpilot.sweep.tables import ALL_SETS, figures_of, terminal_table
 
 log = logging.getLogger("blockpilot.evaluate")  # __name__ is __main__ under python -m
 
@@ -76,7 +76,7 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
     for name, part in ((POLICY, learnt), (TEST, test)):
         if len(part) < 2:
             raise UserError(f"dataset={cfg.dataset}: {len(part)} examples in split {name}")
-    fixed = labels.best_fixed(learnt.gains.numpy())
+    fixed = best_fixed(learnt.gains.numpy())
     policies = {
         name: BlockSizePolicy.from_pretrained(path)
         for name, path in zip(predictor_names(cfg.policies), cfg.policies, strict=True)
@@ -89,8 +89,10 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
     if policies:
         table = table.merge(pd.DataFrame(map(facts_of, policies.items())), how="left", on="method")
     if examples.origin.objective != "tau":
-        told = "tokens/s by cycle costs, without what predicting a size or cutting a block takes"
-        log.info("%s; timed=<decoded sweep> counts all", told)
+        log.info(
+            "tokens/s by cycle costs, without what predicting a size or cutting a block takes; "
+            "timed=<decoded sweep> counts all"
+        )
     folder = Path(cfg.paths.outputs) / "evaluate" / cfg.run_id
     make_folder(folder)
     write_csv(table, folder / "evaluation.csv")
@@ -102,8 +104,7 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
     with tracked(tracker, folder, config=config, rank=0):
         tracker.summarise(tracked_figures(table, timed))
     log.info("lines in %s", folder / "evaluation.csv")
-    found = of_evaluation(table) + ([] if timed is None else of_timed(timed))
-    for verdict in found:
+    for verdict in of_evaluation(table) + ([] if timed is None else of_timed(timed)):
         Console().print(verdict, markup=False, highlight=False, soft_wrap=True)
     return table
 
@@ -165,8 +166,8 @@ def scored(
         turns = [(test.prompt_id[i], turn_of(test.example[i])) for i in rows]
         lines = evaluate(Gains(whole, first, second), turns, fixed, picked, extra)
         size, n, n_turns = origin.sizes[fixed], len(dict(turns)), len(set(turns))
-        told = f" ({n_turns} turns)" if n < n_turns else ""
-        title = f"{name}: {n} prompts{told}, best fixed size of the policy split {size}"
+        with_turns = f" ({n_turns} turns)" if n < n_turns else ""
+        title = f"{name}: {n} prompts{with_turns}, best fixed size of the policy split {size}"
         lines = lines.assign(unit=unit)
         Console().print(text_table(evaluation_cells(lines), title))
         yield lines.assign(prompt_set=name, prompts=n, fixed_size=size)
@@ -184,8 +185,8 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
     if set(records["dtype"]) == {origin.settings["dtype"]}:  # else the bits differ by rounding
         alike["target_fingerprint"] = origin.settings["target_fingerprint"]
     for what, wanted in {"mode": "decode", "split": TEST, **alike}.items():
-        found = {None if pd.isna(value) else value for value in records[what].unique()}
-        if other := found - {wanted}:
+        values = {None if pd.isna(value) else value for value in records[what].unique()}
+        if other := values - {wanted}:
             raise UserError(f"timed={cfg.timed}: {what} {other.pop()}, wanted is {wanted}")
     # Other drafters and other ways to cut a block may stand beside the pair that was learnt on.
     same = records[(records["policy"] == "fixed") & (records["drafter"] != NO_DRAFTER)]
@@ -206,7 +207,7 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
         shown = lines.drop(columns="set")
         caption = [*table.attrs["caption"], ABOUT_TIMES]
         shown.attrs["caption"] = caption if name == ALL_SETS else []
-        Console().print(render(shown, f"{name}, {what}"))
+        Console().print(terminal_table(shown, f"{name}, {what}"))
     return table
 
 
@@ -229,16 +230,16 @@ def chosen_sizes(policy: BlockSizePolicy, test: Examples) -> Ints:
     """
     assert policy.net is not None
     config, origin = policy.net.config, test.origin
-    for what, theirs, ours in (
+    for what, trained, given in (
         ("sizes", config.sizes, origin.sizes),
         ("target", config.target, origin.target),
         ("target weights", config.target_fingerprint, origin.settings["target_fingerprint"]),
         ("drafter", config.drafter, origin.drafter),
         ("block_mode", config.block_mode, origin.block_mode),
     ):
-        if theirs != ours:
+        if trained != given:
             raise UserError(
-                f"policy {policy.path}: trained for {what} {theirs}, the dataset has {ours}"
+                f"policy {policy.path}: trained for {what} {trained}, the dataset has {given}"
             )
     scores = policy.scores(test.logits, test.hidden, test.n_prompt_tokens)
     return np.asarray(scores.argmax(dim=1).numpy())

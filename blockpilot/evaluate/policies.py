@@ -11,11 +11,10 @@ import pandas as pd
 
 from blockpilot.base.json_values import read_json
 from blockpilot.records.store import read_records
-from blockpilot.stats.labels import Floats
+from blockpilot.stats.arrays import Floats
 from blockpilot.stats.tau import example_names, with_cycles
 
 log = logging.getLogger(__name__)
-
 
 _NUMBER = re.compile(r"\d+$")
 _ANSWER = ["example", "seed", "repeat"]
@@ -57,8 +56,8 @@ def policy_gains(
 def curve_of(run: Path) -> str | None:
     """Digest of the cost curve that predicted the times of a replayed sweep, if one did."""
     file = run / "settings.json"
-    found = read_json(file, what="settings").get("cost") if file.exists() else None
-    return None if found is None else str(found)
+    curve = read_json(file, what="settings").get("cost") if file.exists() else None
+    return None if curve is None else str(curve)
 
 
 def with_tuned(
@@ -82,5 +81,5 @@ def with_tuned(
 
 
 def _number(method: str) -> int:
-    found = _NUMBER.search(method)
-    return int(found.group()) if found else 0
+    number = _NUMBER.search(method)
+    return int(number.group()) if number else 0

@@ -1,4 +1,4 @@
-"""Figures of a sweep, drawn from its records alone. Words as in `metrics`."""
+"""Figures of a sweep, drawn from its records alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from blockpilot.records.schema import PLAIN
-from blockpilot.stats import labels
-from blockpilot.stats.metrics import bootstrap, mean
+from blockpilot.stats.intervals import bootstrap, mean
+from blockpilot.stats.luck import luck
+from blockpilot.stats.oracles import best_fixed, cross_fitted, oracle
 from blockpilot.stats.tau import best_size, half_taus, tau_by_size, with_cycles
 
 _SINGLE = 3  # prompts drawn one by one
@@ -102,15 +103,15 @@ def oracle_and_luck(axes: Axes, records: pd.DataFrame) -> str | None:
     halved = np.isfinite(halves[0] + halves[1]).all(axis=1)
     if not halved.any():
         return None
-    by_luck = labels.luck(gains, *halves)
+    by_luck = luck(gains, *halves)
     halves = [half[halved] for half in halves]
-    fixed = labels.best_fixed(gains)
+    fixed = best_fixed(gains)
     bars = {
         "best fixed": gains[:, fixed].mean(),
-        "oracle": labels.oracle(gains),
+        "oracle": oracle(gains),
         "luck alone": by_luck.mean(),
         "best fixed,\non halves": np.mean([half[:, fixed].mean() for half in halves]),
-        "cross-fitted\noracle": labels.cross_fitted(*halves),
+        "cross-fitted\noracle": cross_fitted(*halves).mean(),
     }
     axes.bar(list(bars), list(bars.values()))
     axes.set(ylabel="tau", ylim=(0.9 * min(bars.values()), 1.03 * max(bars.values())))
