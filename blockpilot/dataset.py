@@ -19,7 +19,6 @@ from blockpilot.app.config import DatasetConfig
 from blockpilot.app.job import stage
 from blockpilot.base.errors import UserError
 from blockpilot.predictor.examples import Examples, gather, save_examples
-from blockpilot.prompts.base import SPLITS
 from blockpilot.records.store import read_records
 from blockpilot.stats.labels import argmax_labels
 from blockpilot.stats.luck import luck, luck_null
@@ -54,10 +53,11 @@ def dataset_table(examples: Examples) -> Table:
     """Per split: examples, how the labels fall, and what an oracle's gain is worth."""
     origin = examples.origin
     unit = "tau" if origin.objective == "tau" else "tokens/s"
-    table = Table("", *SPLITS, title=f"{unit} at sizes {', '.join(map(str, origin.sizes))}")
-    columns = {name: _figures(examples.of(name)) for name in SPLITS}
+    splits = {"policy": examples.learnt, "validation": examples.held_out, "test": examples.test}
+    table = Table("", *splits, title=f"{unit} at sizes {', '.join(map(str, origin.sizes))}")
+    columns = {name: _figures(part) for name, part in splits.items()}
     for figure in dict.fromkeys(key for column in columns.values() for key in column):
-        table.add_row(figure, *(columns[name].get(figure, "-") for name in SPLITS))
+        table.add_row(figure, *(columns[name].get(figure, "-") for name in splits))
     table.caption = (
         "each split by itself, in hindsight. by luck: oracle of prompts that all prefer the same "
         "sizes; cross-fitted: size chosen on one half of each answer and scored on the other, to "

@@ -105,8 +105,8 @@ def test_a_point_that_cannot_be_is_refused_with_its_file(
     curve = CostCurve({}, {}, [good, replace(bad, **{key: value})])  # type: ignore[arg-type]
     file = tmp_path / "cost.json"
     file.write_text(curve.to_json())
-    told = rf"cost\.json: point 1 has {key}={value}: allowed is {allowed}"
-    with pytest.raises(UserError, match=told):
+    problem = rf"cost\.json: point 1 has {key}={value}: allowed is {allowed}"
+    with pytest.raises(UserError, match=problem):
         load_cost(file, {})
 
 

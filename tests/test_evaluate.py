@@ -22,6 +22,7 @@ from blockpilot.evaluate.policies import policy_gains, with_tuned
 from blockpilot.records.store import read_records
 from blockpilot.stats.tau import tau_by_size, turn_of
 from blockpilot.sweep import __main__ as sweep
+from blockpilot.sweep.tables import PROVENANCE
 
 __all__ = ["folder"]  # the fixture
 
@@ -136,8 +137,8 @@ def test_the_detectable_difference_shrinks_with_the_root_of_the_prompts() -> Non
 def test_the_stage_scores_predictors_on_the_test_split(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[dict[str, float]] = []
-    monkeypatch.setattr(NullTracker, "summarise", lambda _, values: told.append(values))
+    summaries: list[dict[str, float]] = []
+    monkeypatch.setattr(NullTracker, "summarise", lambda _, values: summaries.append(values))
     predictor = folder / "train/run/predictor"
     given = [f"dataset={folder}/dataset/run", f"policies=[{predictor}]", *outputs(folder)]
     table = evaluated(*given)
@@ -161,9 +162,10 @@ def test_the_stage_scores_predictors_on_the_test_split(
     assert gain["branch of 4, in hindsight"] >= gain["branch of 2, in hindsight"]
     assert by_method.loc["run", ["features", "hidden", "depth"]].tolist() == ["logits", 16, 2]
     assert set(table["prompt_set"]) == {"local", "all"}
+    assert table[list(PROVENANCE)].notna().all(axis=None), "who made it, beside every line"
     assert (table["prompts"] == 4).all()
     for column in ("gain", "baseline", "difference"):
-        assert told[0][f"{column}/run"] == by_method.loc["run", column]
+        assert summaries[0][f"{column}/run"] == by_method.loc["run", column]
     verdict = capsys.readouterr().out.splitlines()[-1]
     assert verdict.startswith("the learned size run gains ")
     assert f"against block {table['fixed_size'].iloc[0]}: " in verdict
@@ -325,7 +327,7 @@ def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "problem"),
     [
         ("mode=replay", "mode replay, wanted is decode"),
         ("block_mode=verify", "block_mode verify, wanted is draft"),
@@ -335,7 +337,7 @@ def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
     ],
 )
 def test_a_sweep_that_says_nothing_about_time_is_refused(
-    folder: Path, tmp_path: Path, change: str, told: str
+    folder: Path, tmp_path: Path, change: str, problem: str
 ) -> None:
     records = read_records(folder / "sweep/run")
     given = [*timed(folder), f"paths.outputs={tmp_path}", change]
@@ -346,5 +348,5 @@ def test_a_sweep_that_says_nothing_about_time_is_refused(
     if change == "radius=0" and best == {16}:
         pytest.skip("the trained size is the best one here")
     given = [f"dataset={folder}/dataset/run", f"timed={tmp_path}/sweep/timed", *outputs(tmp_path)]
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=problem):
         evaluated(*given)

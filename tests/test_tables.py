@@ -92,7 +92,7 @@ def test_caption_counts_skipped_failed_and_idle_prompts(tmp_path: Path) -> None:
     assert table["prompts"].tolist() == [3, 2, 2]
 
 
-def test_prompts_that_lack_plain_decoding_are_told(tmp_path: Path) -> None:
+def test_the_caption_says_that_prompts_lack_plain_decoding(tmp_path: Path) -> None:
     table = sweep_table(stored(tmp_path, rows_of(0) + rows_of(1, sizes=(4, 8))))
     assert table["paired"].tolist() == [1, 1, 1]
     assert table["tpot_ms"].tolist() == pytest.approx([100, 25, 12.5]), "of the one that has it"
@@ -114,8 +114,8 @@ def test_every_ratio_follows_from_the_times_beside_it(tmp_path: Path) -> None:
         assert follows.all() == (columns == 0), "another prompt's times among plain decoding's"
         heads = [column.header for column in terminal_table(table).columns]
         assert heads.count("plain\nTPOT ms") == columns
-        told = "rest on different prompts" in " ".join(table.attrs["caption"])
-        assert told == bool(columns)
+        warned = "rest on different prompts" in " ".join(table.attrs["caption"])
+        assert warned == bool(columns)
 
 
 def test_the_tracker_gets_the_figures_of_the_table_by_name(tmp_path: Path) -> None:

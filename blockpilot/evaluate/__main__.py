@@ -45,13 +45,12 @@ from blockpilot.evaluate.verdicts import of_evaluation, of_timed
 from blockpilot.policies.blockpilot import BlockSizePolicy
 from blockpilot.predictor.examples import Examples, load_examples
 from blockpilot.predictor.net import parameters_of
-from blockpilot.prompts.base import POLICY, TEST
 from blockpilot.records.schema import PLAIN
 from blockpilot.records.store import read_records
 from blockpilot.stats.arrays import Floats, Ints
 from blockpilot.stats.oracles import best_fixed
 from blockpilot.stats.tau import turn_of
-from blockpilot.sweep.tables import ALL_SETS, figures_of, terminal_table
+from blockpilot.sweep.tables import ALL_SETS, PROVENANCE, figures_of, provenance_of, terminal_table
 
 log = logging.getLogger("blockpilot.evaluate")  # __name__ is __main__ under python -m
 
@@ -72,8 +71,8 @@ CEILINGS = {
 def run(cfg: EvaluateConfig) -> pd.DataFrame:
     """Score, print and write evaluation.csv; one line per set and method, pooled ones last."""
     examples = load_examples(Path(cfg.dataset))
-    learnt, test = examples.of(POLICY), examples.of(TEST)
-    for name, part in ((POLICY, learnt), (TEST, test)):
+    learnt, test = examples.learnt, examples.test
+    for name, part in (("policy", learnt), ("test", test)):
         if len(part) < 2:
             raise UserError(f"dataset={cfg.dataset}: {len(part)} examples in split {name}")
     fixed = best_fixed(learnt.gains.numpy())
@@ -86,6 +85,9 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
     choices = {name: chosen_sizes(policy, test) for name, policy in policies.items()}
     others = per_cycle(learnt, test, fixed)
     table = pd.concat(scored(test, fixed, choices, others), ignore_index=True)
+    table = table.assign(
+        **provenance_of(pd.concat(map(read_records, map(Path, examples.origin.runs))))
+    )
     if policies:
         table = table.merge(pd.DataFrame(map(facts_of, policies.items())), how="left", on="method")
     if examples.origin.objective != "tau":
@@ -126,7 +128,7 @@ def tracked_figures(table: pd.DataFrame, timed: pd.DataFrame | None) -> dict[str
     }
     if timed is None:
         return figures
-    lines = timed[timed["set"] == ALL_SETS].drop(columns=["set", "best_fixed"])
+    lines = timed[timed["set"] == ALL_SETS].drop(columns=["set", "best_fixed", *PROVENANCE])
     return figures | {f"timed/{name}": value for name, value in figures_of(lines).items()}
 
 
@@ -184,7 +186,7 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
     alike = {name: origin.settings[name] for name in _DECODED_ALIKE}
     if set(records["dtype"]) == {origin.settings["dtype"]}:  # else the bits differ by rounding
         alike["target_fingerprint"] = origin.settings["target_fingerprint"]
-    for what, wanted in {"mode": "decode", "split": TEST, **alike}.items():
+    for what, wanted in {"mode": "decode", "split": "test", **alike}.items():
         values = {None if pd.isna(value) else value for value in records[what].unique()}
         if other := values - {wanted}:
             raise UserError(f"timed={cfg.timed}: {what} {other.pop()}, wanted is {wanted}")
@@ -208,7 +210,7 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
         caption = [*table.attrs["caption"], ABOUT_TIMES]
         shown.attrs["caption"] = caption if name == ALL_SETS else []
         Console().print(terminal_table(shown, f"{name}, {what}"))
-    return table
+    return table.assign(**provenance_of(records))
 
 
 def facts_of(item: tuple[str, BlockSizePolicy]) -> dict[str, str | int | float]:

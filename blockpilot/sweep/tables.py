@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from blockpilot.records.schema import PLAIN
 from blockpilot.stats import comparison, intervals, tau
 
 ALL_SETS = "all"
+PROVENANCE = ("machine", "commit", "dtype", "target", "decoding")
 _LINE = ["method", "block_size", "block_mode"]
 _SHOWN_CHARACTERS = 100
 ABOUT_DECODED = (
@@ -65,6 +67,32 @@ def sweep_table(records: pd.DataFrame, *, by_set: bool = False) -> pd.DataFrame:
         *_warnings(records, table),
     ]
     return table
+
+
+def provenance_of(records: pd.DataFrame) -> dict[str, str]:
+    """What rows were made with and on, under the names `PROVENANCE`; several are joined."""
+    machines = (
+        records["gpu"].fillna(records["cpu"]) + ", " + records["threads"].map("threads {}".format)
+    )
+    versions = [json.loads(each) for each in records["versions"].unique()]
+    commits = [
+        f"{each['git_commit'] or 'unknown'}{' with local changes' if each['git_dirty'] else ''}"
+        for each in versions
+    ]
+    decoding = records["temperature"].map("T = {:g}".format) + records["max_new_tokens"].map(
+        ", at most {} new tokens".format
+    )
+    values = (
+        machines,
+        pd.Series(commits),
+        records["dtype"],
+        records["target"] + ", " + records["weights"] + " weights",
+        decoding,
+    )
+    return {
+        name: "; ".join(sorted(each.unique()))
+        for name, each in zip(PROVENANCE, values, strict=True)
+    }
 
 
 def names_of(lines: pd.DataFrame) -> list[str]:
