@@ -60,9 +60,9 @@ def test_a_roofline_finds_the_bounds_of_a_large_target(
         true = Roofline(shapes, (1 / peak, 2e-3), memory)
         exact = [true.seconds(*cell) for cell in cells]
         seen = [s * float(np.exp(noise * draw.normal())) for s in exact]
-        found = Roofline.fit(shapes, tree_points(cells, seen))
+        fitted = Roofline.fit(shapes, tree_points(cells, seen))
         for cell, seconds in zip(cells, exact, strict=True):
-            assert found.seconds(*cell) == pytest.approx(seconds, rel=0.05 if noise else 1e-3)
+            assert fitted.seconds(*cell) == pytest.approx(seconds, rel=0.05 if noise else 1e-3)
 
 
 def test_shapes_count_the_weights_of_a_model() -> None:

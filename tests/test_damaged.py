@@ -42,7 +42,8 @@ from blockpilot.records.prompts import read_prompts, save_prompts
 from blockpilot.records.replays import Text, read_replay, save_replay
 from blockpilot.records.settings import keep_settings
 from blockpilot.records.store import read_manifests, read_records
-from blockpilot.report.__main__ import Run, evaluation_sections
+from blockpilot.report.runs import Run
+from blockpilot.report.sections import evaluation_sections
 
 KINDS: dict[str, Kind] = {}
 NET = PredictorConfig((7, 8, 9), "draft", "logits", 6, 1, 0.0, "t", "abc", "float32", None, 5, 4)
