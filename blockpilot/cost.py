@@ -43,6 +43,7 @@ from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.blockpilot import BlockSizePolicy
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.policies.tree import TreePolicy
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.settings import keep_settings
 
 log = logging.getLogger("blockpilot.cost")  # __name__ is __main__ under python -m
@@ -84,7 +85,7 @@ def run(cfg: CostConfig) -> CostCurve:
     methods = cost_methods(cfg, drafter, target)
     temperature = cfg.decoding.temperature  # above 0 a cycle also draws noise
     settings = cost_settings(target, drafter) | {"temperature": temperature}
-    file = Path(cfg.paths.outputs) / "cost" / cfg.run_id / "cost.json"
+    file = RunFolder(Path(cfg.paths.outputs) / "cost" / cfg.run_id).cost_curve
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     asked = {name: value for name, value in config.items() if name not in _ASIDE}
     weights = {"target_fingerprint": target.fingerprint, "drafter_checkpoint": drafter.fingerprint}

@@ -19,9 +19,10 @@ from blockpilot.app.config import DatasetConfig
 from blockpilot.app.job import stage
 from blockpilot.base.errors import UserError
 from blockpilot.predictor.examples import Examples, gather, save_examples
-from blockpilot.prompts.base import SPLITS
-from blockpilot.records.store import read_records
-from blockpilot.stats import labels
+from blockpilot.records.run_folder import RunFolder
+from blockpilot.stats.labels import argmax_labels
+from blockpilot.stats.luck import luck, luck_null
+from blockpilot.stats.oracles import best_fixed, cross_fitted, oracle
 
 log = logging.getLogger("blockpilot.dataset")  # __name__ is __main__ under python -m
 
@@ -33,7 +34,7 @@ def run(cfg: DatasetConfig) -> Examples:
     folders = [Path(run) for run in cfg.runs]
     examples = gather(
         folders,
-        [read_records(folder) for folder in folders],
+        [RunFolder(folder).records() for folder in folders],
         sizes=cfg.sizes,
         radius=cfg.radius,
         label=cfg.label,
@@ -52,10 +53,11 @@ def dataset_table(examples: Examples) -> Table:
     """Per split: examples, how the labels fall, and what an oracle's gain is worth."""
     origin = examples.origin
     unit = "tau" if origin.objective == "tau" else "tokens/s"
-    table = Table("", *SPLITS, title=f"{unit} at sizes {', '.join(map(str, origin.sizes))}")
-    columns = {name: _figures(examples.of(name)) for name in SPLITS}
+    splits = {"policy": examples.learnt, "validation": examples.held_out, "test": examples.test}
+    table = Table("", *splits, title=f"{unit} at sizes {', '.join(map(str, origin.sizes))}")
+    columns = {name: _figures(part) for name, part in splits.items()}
     for figure in dict.fromkeys(key for column in columns.values() for key in column):
-        table.add_row(figure, *(columns[name].get(figure, "-") for name in SPLITS))
+        table.add_row(figure, *(columns[name].get(figure, "-") for name in splits))
     table.caption = (
         "each split by itself, in hindsight. by luck: oracle of prompts that all prefer the same "
         "sizes; cross-fitted: size chosen on one half of each answer and scored on the other, to "
@@ -68,7 +70,7 @@ def _figures(examples: Examples) -> dict[str, str]:
     if len(examples) < 2:
         return {"examples": str(len(examples))}
     gains, sizes = examples.gains.numpy(), examples.origin.sizes
-    best, fixed = labels.argmax_labels(gains), labels.best_fixed(gains)
+    best, fixed = argmax_labels(gains), best_fixed(gains)
     ties = ((gains == gains.max(axis=1, keepdims=True)).sum(axis=1) > 1).mean()
     counts = np.bincount(best, minlength=len(sizes))
     halved = ~examples.first_half.isnan().any(dim=1)
@@ -80,15 +82,15 @@ def _figures(examples: Examples) -> dict[str, str]:
         "ties": f"{ties:.0%}",
         "best size differs from the fixed": f"{(best != fixed).mean():.0%}",
         "best fixed size": f"{sizes[fixed]} ({gains[:, fixed].mean():.3f})",
-        "oracle": f"{labels.oracle(gains):.3f}",
+        "oracle": f"{oracle(gains):.3f}",
     }
     if halved.any():
         same = np.mean([half[:, fixed].mean() for half in halves])
-        figures["oracle by luck alone"] = f"{labels.luck(gains, *whole_halves).mean():.3f}"
+        figures["oracle by luck alone"] = f"{luck(gains, *whole_halves).mean():.3f}"
         figures["best fixed size, on halves"] = f"{same:.3f}"
-        figures["cross-fitted oracle, on halves"] = f"{labels.cross_fitted(*halves):.3f}"
+        figures["cross-fitted oracle, on halves"] = f"{cross_fitted(*halves).mean():.3f}"
     if len(sizes) > 1:
-        null = labels.luck_null(gains)
+        null = luck_null(gains)
         figures["luck, bound by permutation"] = (
             f"{null.mean:.3f} +- {null.std:.3f}, p = {null.p_value:.2f}"
         )

@@ -36,9 +36,8 @@ from blockpilot.predictor.trainer import (
     regret,
     seconds_per_prediction,
 )
-from blockpilot.prompts.base import POLICY, VALIDATION
 from blockpilot.records.settings import keep_settings
-from blockpilot.stats import labels
+from blockpilot.stats.oracles import best_fixed
 
 log = logging.getLogger("blockpilot.train")  # __name__ is __main__ under python -m
 
@@ -49,8 +48,8 @@ FIXED_REGRET = "validation regret of the best fixed size"
 def run(cfg: TrainConfig) -> Path:
     """Train, print and save; the predictor's folder."""
     examples = load_examples(Path(cfg.dataset))
-    learnt, held_out = examples.of(POLICY), examples.of(VALIDATION)
-    for name, part in ((POLICY, learnt), (VALIDATION, held_out)):
+    learnt, held_out = examples.learnt, examples.held_out
+    for name, part in (("policy", learnt), ("validation", held_out)):
         if len(part) < 2:
             raise UserError(f"dataset={cfg.dataset}: {len(part)} examples in split {name}")
     if cfg.shuffle_labels:
@@ -70,7 +69,7 @@ def run(cfg: TrainConfig) -> Path:
     with tracked(tracker, folder, config=settings, rank=0):
         trainer.run(train, validation, lambda curves, epoch: tracker.log(curves, step=epoch))
         save_predictor(net, folder / "predictor")
-        fixed = labels.best_fixed(learnt.gains.numpy())
+        fixed = best_fixed(learnt.gains.numpy())
         best = validation.gains.max(dim=1).values
         figures: dict[str, float] = {
             "best epoch": trainer.best_epoch,

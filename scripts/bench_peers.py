@@ -22,7 +22,7 @@ from blockpilot.drafters.dflash_net import DFlashNetwork
 from blockpilot.drafters.prompt_lookup import PromptLookupDrafter
 from blockpilot.generate import Pair
 from blockpilot.policies.fixed import FixedPolicy
-from blockpilot.stats.metrics import bootstrap
+from blockpilot.stats.intervals import bootstrap
 
 N_TOKENS, LOOKUP, ROUNDS = 48, 7, 2
 

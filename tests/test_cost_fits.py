@@ -60,9 +60,9 @@ def test_a_roofline_finds_the_bounds_of_a_large_target(
         true = Roofline(shapes, (1 / peak, 2e-3), memory)
         exact = [true.seconds(*cell) for cell in cells]
         seen = [s * float(np.exp(noise * draw.normal())) for s in exact]
-        found = Roofline.fit(shapes, tree_points(cells, seen))
+        fitted = Roofline.fit(shapes, tree_points(cells, seen))
         for cell, seconds in zip(cells, exact, strict=True):
-            assert found.seconds(*cell) == pytest.approx(seconds, rel=0.05 if noise else 1e-3)
+            assert fitted.seconds(*cell) == pytest.approx(seconds, rel=0.05 if noise else 1e-3)
 
 
 def test_shapes_count_the_weights_of_a_model() -> None:
@@ -105,8 +105,8 @@ def test_a_point_that_cannot_be_is_refused_with_its_file(
     curve = CostCurve({}, {}, [good, replace(bad, **{key: value})])  # type: ignore[arg-type]
     file = tmp_path / "cost.json"
     file.write_text(curve.to_json())
-    told = rf"cost\.json: point 1 has {key}={value}: allowed is {allowed}"
-    with pytest.raises(UserError, match=told):
+    problem = rf"cost\.json: point 1 has {key}={value}: allowed is {allowed}"
+    with pytest.raises(UserError, match=problem):
         load_cost(file, {})
 
 

@@ -27,7 +27,6 @@ from blockpilot.decoding.types import Block
 from blockpilot.distill.corpus import Corpus
 from blockpilot.distill.responses import SCHEMA
 from blockpilot.evaluate.comparison import COMPARED, EVALUATED
-from blockpilot.evaluate.policies import curve_of
 from blockpilot.predictor.examples import load_examples, save_examples
 from blockpilot.predictor.net import (
     BlockSizeNet,
@@ -42,7 +41,8 @@ from blockpilot.records.replays import Text
 from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.settings import keep_settings
 from blockpilot.records.store import read_manifests, read_records
-from blockpilot.report.__main__ import Run, evaluation_sections
+from blockpilot.report.runs import Run
+from blockpilot.report.sections import evaluation_sections
 
 KINDS: dict[str, Kind] = {}
 NET = PredictorConfig((7, 8, 9), "draft", "logits", 6, 1, 0.0, "t", "abc", "float32", None, 5, 4)
@@ -88,7 +88,7 @@ def settings(folder: Path) -> Path:
 
 
 KINDS["settings.json of a replay"] = Kind(
-    settings, lambda file: curve_of(file.parent), {"list": a_list}
+    settings, lambda file: RunFolder(file.parent).predicted_by, {"list": a_list}
 )
 
 

@@ -19,9 +19,11 @@ from blockpilot.evaluate import __main__ as evaluate
 from blockpilot.evaluate.comparison import Gains
 from blockpilot.evaluate.comparison import evaluate as score
 from blockpilot.evaluate.policies import policy_gains, with_tuned
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.store import read_records
 from blockpilot.stats.tau import tau_by_size, turn_of
 from blockpilot.sweep import __main__ as sweep
+from blockpilot.sweep.tables import PROVENANCE
 
 __all__ = ["folder"]  # the fixture
 
@@ -45,33 +47,33 @@ def test_by_hand() -> None:
     whole = np.array([[1.0, 3.0], [2.0, 1.0], [1.0, 2.0]])
     first = np.array([[1.0, 3.0], [2.0, 1.0], [2.0, 1.0]])
     second = np.array([[1.0, 2.0], [1.0, 3.0], [2.0, 3.0]])
-    found = lines_of(Gains(whole, first, second), 1, mine=[1, 0, 0], best=[1, 0, 1])
-    assert found.loc["best fixed", "gain"] == 2
-    assert found.loc["best fixed", "difference"] == 0
-    assert found.loc["mine", "gain"] == pytest.approx((3 + 2 + 1) / 3)
-    assert found.loc["mine", "accuracy"] == pytest.approx(2 / 3)
-    assert found.loc["mine", "regret"] == pytest.approx(1 / 3)
-    assert found.loc["oracle", "gain"] == found.loc["best", "gain"] == pytest.approx(7 / 3)
-    assert found.loc["oracle", "regret"] == 0
-    assert found.loc["uniform random", "gain"] == pytest.approx(np.mean(whole))
+    lines = lines_of(Gains(whole, first, second), 1, mine=[1, 0, 0], best=[1, 0, 1])
+    assert lines.loc["best fixed", "gain"] == 2
+    assert lines.loc["best fixed", "difference"] == 0
+    assert lines.loc["mine", "gain"] == pytest.approx((3 + 2 + 1) / 3)
+    assert lines.loc["mine", "accuracy"] == pytest.approx(2 / 3)
+    assert lines.loc["mine", "regret"] == pytest.approx(1 / 3)
+    assert lines.loc["oracle", "gain"] == lines.loc["best", "gain"] == pytest.approx(7 / 3)
+    assert lines.loc["oracle", "regret"] == 0
+    assert lines.loc["uniform random", "gain"] == pytest.approx(np.mean(whole))
     # Chosen on the first half: 2, 1, 2 on the second; chosen on the second: 3, 1, 1 on the first.
-    assert found.loc["cross-fitted oracle", "gain"] == pytest.approx((2 + 1 + 2 + 3 + 1 + 1) / 6)
+    assert lines.loc["cross-fitted oracle", "gain"] == pytest.approx((2 + 1 + 2 + 3 + 1 + 1) / 6)
     fixed_on_halves = (3 + 1 + 1 + 2 + 3 + 3) / 6
-    assert found.loc["cross-fitted oracle", "baseline"] == pytest.approx(fixed_on_halves)
-    assert found.drop(index="cross-fitted oracle")["baseline"].tolist() == [2.0] * (len(found) - 1)
-    followed = found["gain"] - found["baseline"]
-    assert followed.tolist() == pytest.approx(found["difference"].tolist(), abs=1e-12)
-    room = found.loc["cross-fitted oracle", "gain"] - fixed_on_halves
-    assert found.loc["cross-fitted oracle", "difference"] == pytest.approx(room)
+    assert lines.loc["cross-fitted oracle", "baseline"] == pytest.approx(fixed_on_halves)
+    assert lines.drop(index="cross-fitted oracle")["baseline"].tolist() == [2.0] * (len(lines) - 1)
+    followed = lines["gain"] - lines["baseline"]
+    assert followed.tolist() == pytest.approx(lines["difference"].tolist(), abs=1e-12)
+    room = lines.loc["cross-fitted oracle", "gain"] - fixed_on_halves
+    assert lines.loc["cross-fitted oracle", "difference"] == pytest.approx(room)
     assert room < 0
-    assert np.isnan(found.loc["mine", "recovered"]), "nothing to recover a share of"
+    assert np.isnan(lines.loc["mine", "recovered"]), "nothing to recover a share of"
 
 
 def test_a_tie_is_right_at_any_of_its_sizes() -> None:
     whole = np.array([[2.0, 2.0], [1.0, 3.0]])
-    found = lines_of(Gains(whole, whole, whole), 1, mine=[1, 1], other=[0, 0])
-    assert found.loc["mine", "accuracy"] == found.loc["best fixed", "accuracy"] == 1
-    assert found.loc["other", "accuracy"] == 0.5
+    lines = lines_of(Gains(whole, whole, whole), 1, mine=[1, 1], other=[0, 0])
+    assert lines.loc["mine", "accuracy"] == lines.loc["best fixed", "accuracy"] == 1
+    assert lines.loc["other", "accuracy"] == 0.5
 
 
 def test_turns_of_one_conversation_are_one_piece_of_evidence() -> None:
@@ -83,10 +85,10 @@ def test_turns_of_one_conversation_are_one_piece_of_evidence() -> None:
     pd.testing.assert_frame_equal(once, again)
     # Two seeds of a's second turn: as sampled texts differ there, they are examples of their own.
     names = [("a", 0), ("a", 1), ("a", 1), ("b", 0)]
-    found = score(Gains(first[:4], first[:4], second[:4]), names, 0, {}, {})
+    lines = score(Gains(first[:4], first[:4], second[:4]), names, 0, {}, {})
     base = first[:4, 0]
     fixed = (base[0] + (base[1] + base[2]) / 2) / 2 / 2 + base[3] / 2
-    assert found.loc[0, "gain"] == pytest.approx(fixed)
+    assert lines.loc[0, "gain"] == pytest.approx(fixed)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +103,9 @@ def test_an_answer_without_halves_is_scored_but_not_cross_fitted() -> None:
     whole = (first + second) / 2
     known = score(Gains(whole[:19], first[:19], second[:19]), turns_of(19), 0, {}, {})
     first[19] = second[19] = np.nan
-    found = score(Gains(whole, first, second), turns_of(20), 0, {}, {})
-    assert not found["gain"].isna().any()
-    crossed = [t.set_index("method").loc["cross-fitted oracle", "gain"] for t in (known, found)]
+    lines = score(Gains(whole, first, second), turns_of(20), 0, {}, {})
+    assert not lines["gain"].isna().any()
+    crossed = [t.set_index("method").loc["cross-fitted oracle", "gain"] for t in (known, lines)]
     assert crossed[0] == crossed[1]
     nothing = np.full_like(whole, np.nan)
     names = score(Gains(whole, nothing, nothing), turns_of(20), 0, {}, {})["method"]
@@ -115,29 +117,29 @@ def test_a_real_preference_counts_and_luck_does_not() -> None:
         first, second = halves(400, 5, 3, signal)
         whole = (first + second) / 2
         liked = second.argmax(axis=1) if signal else np.random.default_rng(0).integers(5, size=400)
-        found = lines_of(Gains(whole, first, second), 2, policy=list(liked))
-        low, high = found.loc["policy", ["difference_low", "difference_high"]]
+        lines = lines_of(Gains(whole, first, second), 2, policy=list(liked))
+        low, high = lines.loc["policy", ["difference_low", "difference_high"]]
         assert (low > 0) == learnt
-        assert found.loc["oracle", "difference"] > 0.2, "of luck, where there is nothing else"
-        crossed = found.loc["cross-fitted oracle"]
+        assert lines.loc["oracle", "difference"] > 0.2, "of luck, where there is nothing else"
+        crossed = lines.loc["cross-fitted oracle"]
         assert (crossed["difference_low"] > 0.3) == learnt
-        assert low < found.loc["policy", "difference"] < high
+        assert low < lines.loc["policy", "difference"] < high
 
 
 def test_the_detectable_difference_shrinks_with_the_root_of_the_prompts() -> None:
-    found = []
+    detectable = []
     for n in (100, 400):
         first, second = halves(n, 3, 0)
         table = lines_of(Gains(first, first, second), 0, policy=[1] * n)
-        found.append(table.loc["policy", "detectable"])
-    assert found[0] / found[1] == pytest.approx(2, rel=0.15)
+        detectable.append(table.loc["policy", "detectable"])
+    assert detectable[0] / detectable[1] == pytest.approx(2, rel=0.15)
 
 
 def test_the_stage_scores_predictors_on_the_test_split(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[dict[str, float]] = []
-    monkeypatch.setattr(NullTracker, "summarise", lambda _, values: told.append(values))
+    summaries: list[dict[str, float]] = []
+    monkeypatch.setattr(NullTracker, "summarise", lambda _, values: summaries.append(values))
     predictor = folder / "train/run/predictor"
     given = [f"dataset={folder}/dataset/run", f"policies=[{predictor}]", *outputs(folder)]
     table = evaluated(*given)
@@ -161,9 +163,10 @@ def test_the_stage_scores_predictors_on_the_test_split(
     assert gain["branch of 4, in hindsight"] >= gain["branch of 2, in hindsight"]
     assert by_method.loc["run", ["features", "hidden", "depth"]].tolist() == ["logits", 16, 2]
     assert set(table["prompt_set"]) == {"local", "all"}
+    assert table[list(PROVENANCE)].notna().all(axis=None), "who made it, beside every line"
     assert (table["prompts"] == 4).all()
     for column in ("gain", "baseline", "difference"):
-        assert told[0][f"{column}/run"] == by_method.loc["run", column]
+        assert summaries[0][f"{column}/run"] == by_method.loc["run", column]
     verdict = capsys.readouterr().out.splitlines()[-1]
     assert verdict.startswith("the learned size run gains ")
     assert f"against block {table['fixed_size'].iloc[0]}: " in verdict
@@ -209,19 +212,21 @@ def test_predicted_times_of_policies_are_those_of_the_same_answers(
     frame = pd.DataFrame(rows, columns=[*names, "predicted_decode_s"]).assign(
         turn=0, repeat=0, status="ok", temperature=1.0
     )
-    monkeypatch.setattr("blockpilot.evaluate.policies.read_records", lambda run: frame)
-    found = policy_gains([Path("run")], {"a": 10.0, "b": 100.0}, 8, curve="x")
-    assert found is not None
+    monkeypatch.setattr("blockpilot.records.run_folder.RunFolder.records", lambda run: frame)
+    gains = policy_gains([RunFolder(Path("run"))], {"a": 10.0, "b": 100.0}, 8, curve="x")
+    assert gains is not None
     # a: 2.5 tokens/s on both seeds where the fixed size has 2 and 3; b: the seed that both have.
-    assert found["tree7"].to_dict() == pytest.approx({"a": 10, "b": 100 * 4 / 5})
-    taus = policy_gains([Path("run")], {"a": 3.5, "b": 1.5}, 8, curve=None)
+    assert gains["tree7"].to_dict() == pytest.approx({"a": 10, "b": 100 * 4 / 5})
+    taus = policy_gains([RunFolder(Path("run"))], {"a": 3.5, "b": 1.5}, 8, curve=None)
     assert taus is not None
     assert taus["tree7"].to_dict() == pytest.approx({"a": 5, "b": 1.5 * 4 / 2})
     (tmp_path / "settings.json").write_text('{"cost": "x"}')
-    assert policy_gains([tmp_path], {"a": 1.0, "b": 1.0}, 8, curve="x") is not None
-    assert policy_gains([tmp_path], {"a": 1.0, "b": 1.0}, 8, curve="y") is None, "another machine"
+    assert policy_gains([RunFolder(tmp_path)], {"a": 1.0, "b": 1.0}, 8, curve="x") is not None
+    assert policy_gains([RunFolder(tmp_path)], {"a": 1.0, "b": 1.0}, 8, curve="y") is None, (
+        "another machine"
+    )
     frame.loc[1, "predicted_decode_s"] = np.nan
-    assert policy_gains([Path("run")], {"a": 1.0, "b": 1.0}, 8, curve="x") is None
+    assert policy_gains([RunFolder(Path("run"))], {"a": 1.0, "b": 1.0}, 8, curve="x") is None
 
 
 def test_the_tuned_one_is_chosen_on_other_prompts_than_it_is_scored_on() -> None:
@@ -229,8 +234,8 @@ def test_the_tuned_one_is_chosen_on_other_prompts_than_it_is_scored_on() -> None
         {"tree7": [3.0, 1.0], "tree15": [2.0, 9.0], "libraspec": [1.0, 1.0], "cad": [1, np.nan]},
         index=["learnt", "test"],
     )
-    found = with_tuned(gains, ["learnt"], ["test"])
-    assert {name: values.tolist() for name, values in found.items()} == {
+    named = with_tuned(gains, ["learnt"], ["test"])
+    assert {name: values.tolist() for name, values in named.items()} == {
         "tree7, tuned among tree*": [1.0],
         "tree15": [9.0],
         "libraspec": [1.0],
@@ -240,10 +245,10 @@ def test_the_tuned_one_is_chosen_on_other_prompts_than_it_is_scored_on() -> None
 def test_predictors_of_other_sizes_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     given = [f"runs=[{folder}/sweep/run]", "sizes=[15,17]", *outputs(tmp_path)]
     performed(dataset.run, "dataset", *given)
-    place = performed(
+    predictor = performed(
         train.run, "train", f"dataset={tmp_path}/dataset/run", *SMALL, *outputs(tmp_path)
     )
-    given = [f"dataset={folder}/dataset/run", f"policies=[{place}]", *outputs(tmp_path)]
+    given = [f"dataset={folder}/dataset/run", f"policies=[{predictor}]", *outputs(tmp_path)]
     with pytest.raises(UserError, match=r"trained for sizes \(15, 17\), the dataset has \(15, 16"):
         evaluated(*given)
 
@@ -287,45 +292,45 @@ def test_rows_of_one_folder_are_of_one_predictor(folder: Path, tmp_path: Path) -
         performed(sweep.run, "sweep", *given, policies[1])
 
 
-@pytest.mark.parametrize("found", [0.0, 9.0])
+@pytest.mark.parametrize("regret", [0.0, 9.0])
 def test_a_predictor_that_one_size_for_all_beats_is_told(
     folder: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    found: float,
+    regret: float,
 ) -> None:
-    monkeypatch.setattr(train, "regret", lambda *_: found)
+    monkeypatch.setattr(train, "regret", lambda *_: regret)
     learn = [f"dataset={folder}/dataset/run", *SMALL, "epochs=1", f"paths.outputs={tmp_path}"]
     performed(train.run, "train", *learn, "run_id=run")
-    assert ("for all has less regret than this predictor" in caplog.text) == (found == 9.0)
+    assert ("for all has less regret than this predictor" in caplog.text) == (regret == 9.0)
 
 
 def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
     performed(sweep.run, "sweep", *timed(folder))
     given = [f"dataset={folder}/dataset/run", f"timed={folder}/sweep/timed", *outputs(folder, "t")]
     lines = evaluated(*given)
-    found = pd.read_csv(folder / "evaluate/t/timed.csv").set_index(["set", "method"]).loc["all"]
-    assert list(found.index) == ["plain", "blockpilot", "dflash15", "dflash16", "dflash17"]
+    times = pd.read_csv(folder / "evaluate/t/timed.csv").set_index(["set", "method"]).loc["all"]
+    assert list(times.index) == ["plain", "blockpilot", "dflash15", "dflash16", "dflash17"]
     fixed = f"dflash{lines['fixed_size'].iloc[0]}"
-    assert np.isnan(found.loc[fixed, "over_fixed"]), "against itself"
-    others = found.drop(index=fixed)
+    assert np.isnan(times.loc[fixed, "over_fixed"]), "against itself"
+    others = times.drop(index=fixed)
     assert (others["over_fixed"] > 0).all()
     assert (others["over_fixed_low"] <= others["over_fixed"]).all()
-    ratio = found.loc["blockpilot", "speedup"] / found.loc[fixed, "speedup"]
-    assert found.loc["blockpilot", "over_fixed"] == pytest.approx(ratio)
+    ratio = times.loc["blockpilot", "speedup"] / times.loc[fixed, "speedup"]
+    assert times.loc["blockpilot", "over_fixed"] == pytest.approx(ratio)
     sizes = {"plain": 1, "dflash15": 15, "dflash16": 16, "dflash17": 17}
-    assert found["verified"].drop("blockpilot").to_dict() == sizes
-    assert found["drafting"].drop("plain").between(0.01, 0.99).all()
-    assert found.loc["plain", "drafting"] < 0.01
-    assert (found["drafting_low"] <= found["drafting"]).all()
-    assert (found["drafting"] <= found["drafting_high"]).all()
+    assert times["verified"].drop("blockpilot").to_dict() == sizes
+    assert times["drafting"].drop("plain").between(0.01, 0.99).all()
+    assert times.loc["plain", "drafting"] < 0.01
+    assert (times["drafting_low"] <= times["drafting"]).all()
+    assert (times["drafting"] <= times["drafting_high"]).all()
     evaluated(given[0], *given[2:])
     assert not (folder / "evaluate/t/timed.csv").exists(), "of another call"
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "problem"),
     [
         ("mode=replay", "mode replay, wanted is decode"),
         ("block_mode=verify", "block_mode verify, wanted is draft"),
@@ -335,7 +340,7 @@ def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
     ],
 )
 def test_a_sweep_that_says_nothing_about_time_is_refused(
-    folder: Path, tmp_path: Path, change: str, told: str
+    folder: Path, tmp_path: Path, change: str, problem: str
 ) -> None:
     records = read_records(folder / "sweep/run")
     given = [*timed(folder), f"paths.outputs={tmp_path}", change]
@@ -346,5 +351,5 @@ def test_a_sweep_that_says_nothing_about_time_is_refused(
     if change == "radius=0" and best == {16}:
         pytest.skip("the trained size is the best one here")
     given = [f"dataset={folder}/dataset/run", f"timed={tmp_path}/sweep/timed", *outputs(tmp_path)]
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=problem):
         evaluated(*given)

@@ -16,7 +16,8 @@ from records_kit import FakeTrace, make_settings, make_trace
 
 from blockpilot.base.errors import UserError
 from blockpilot.records.schema import SHARED_FIELDS, failed_row, ok_row
-from blockpilot.stats import metrics, tau
+from blockpilot.stats import comparison, tau
+from blockpilot.stats.intervals import bootstrap, mean
 
 PUBLIC = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "public_tau_gsm8k.csv"
 
@@ -39,11 +40,11 @@ def test_micro_and_macro_tau_by_hand() -> None:
     ]
     records = frame(rows)
     assert tau.prompt_tau(records).to_dict() == {"set/0": 5.0, "set/1": 1.5}
-    assert metrics.micro_tau(records) == 16 / 6
-    assert metrics.macro_tau(records) == 3.25
+    assert tau.micro_tau(records) == 16 / 6
+    assert tau.macro_tau(records) == 3.25
     assert tau.with_cycles(records)["tau"].isna().tolist() == [False, False, False, True]
-    assert math.isnan(metrics.micro_tau(records.iloc[3:]))
-    assert math.isnan(metrics.macro_tau(records.iloc[3:]))
+    assert math.isnan(tau.micro_tau(records.iloc[3:]))
+    assert math.isnan(tau.macro_tau(records.iloc[3:]))
 
 
 def test_tpot_and_speedups_by_hand() -> None:
@@ -56,40 +57,39 @@ def test_tpot_and_speedups_by_hand() -> None:
         + [row(9, 8, make_trace([8], decode_s=100.0))]  # no partner: in tau, not in speedup
     )
     method = records[records["method"] != "plain"]
-    pairs = metrics.pair_with(method, records)
-    found = metrics.compared(pairs)
-    assert (found.base_s, found.own_s, found.ratio) == (1.5, 0.375, 1.5 / 0.375)
-    assert found.interval() == (2.0, 8.0)
+    pairs = comparison.pair_with(method, records)
+    times = comparison.token_times(pairs)
+    assert (times.base_s, times.method_s, times.ratio) == (1.5, 0.375, 1.5 / 0.375)
+    assert times.interval() == (2.0, 8.0)
     # with 0.5 s of prefill on both sides and 10 tokens
-    whole = metrics.compared(pairs, with_prefill=True)
+    whole = comparison.token_times(pairs, with_prefill=True)
     assert whole.ratio == pytest.approx((9.5 + 18.5) / (5.0 + 2.75))
-    assert math.isnan(metrics.compared(pairs.iloc[:0]).ratio)
-    assert metrics.share_equal(pairs) == 1.0
+    assert math.isnan(comparison.token_times(pairs.iloc[:0]).ratio)
+    assert comparison.share_equal(pairs) == 1.0
 
 
 def test_share_equal_counts_outputs_that_differ() -> None:
     plain = [row(i, 1, make_trace([1] * 4)) for i in range(4)]
     other = [row(i, 8, make_trace([4], salt=1 if i == 2 else 0)) for i in range(4)]
     records = frame(plain + other)
-    pairs = metrics.pair_with(records[records["method"] == "dflash8"], records)
-    assert metrics.share_equal(pairs) == 0.75
-    assert math.isnan(metrics.share_equal(pairs.iloc[:0]))
+    pairs = comparison.pair_with(records[records["method"] == "dflash8"], records)
+    assert comparison.share_equal(pairs) == 0.75
+    assert math.isnan(comparison.share_equal(pairs.iloc[:0]))
 
 
 def test_bootstrap_is_seeded_paired_and_covers() -> None:
     dice = np.random.default_rng(5)
     values = dice.gamma(4.0, size=60)
-    again = [metrics.bootstrap(metrics.mean, values, seed=seed) for seed in (1, 1, 2)]
-    assert again[0] == again[1] != again[2]
-    low, high = metrics.bootstrap(lambda a, b: b.mean(-1) / a.mean(-1), values, 3 * values)
+    assert bootstrap(mean, values) == bootstrap(mean, values)
+    low, high = bootstrap(lambda a, b: b.mean(-1) / a.mean(-1), values, 3 * values)
     assert low == pytest.approx(3)  # drawn together: the ratio has no spread
     assert high == pytest.approx(3)
     hits = 0
     for _ in range(300):
-        low, high = metrics.bootstrap(metrics.mean, dice.normal(size=40), resamples=300)
+        low, high = bootstrap(mean, dice.normal(size=40))
         hits += low <= 0 <= high
     assert 0.89 < hits / 300 < 0.98
-    assert all(map(math.isnan, metrics.bootstrap(metrics.mean, values[:1])))
+    assert all(map(math.isnan, bootstrap(mean, values[:1])))
 
 
 @pytest.mark.parametrize("field", [name for name in SHARED_FIELDS if name != "seed"])
@@ -106,33 +106,33 @@ def test_rows_that_differ_in_a_setting_are_refused_by_its_name(field: str) -> No
         for prompt, size in ((0, 1), (0, 8), (1, 8))
     )
     with pytest.raises(UserError, match=rf"\b{field}\b"):
-        metrics.require_comparable(records)
+        comparison.require_comparable(records)
     with pytest.raises(UserError, match=rf"\b{field}\b"):
-        metrics.pair_with(records[records["method"] == "dflash8"], records)
+        comparison.pair_with(records[records["method"] == "dflash8"], records)
 
 
 def test_joins_across_sessions_are_refused() -> None:
     plain = frame([row(0, 1, make_trace([1]))], "s1")
     method = frame([row(0, 8, make_trace([1]))], "s2")
     records = pd.concat([plain, method])
-    metrics.require_comparable(records)
+    comparison.require_comparable(records)
     with pytest.raises(UserError, match=r"session_id \(s2 and s1\)"):
-        metrics.pair_with(method, records)
+        comparison.pair_with(method, records)
 
 
 def test_one_method_name_for_two_drafters_is_refused() -> None:
     records = frame([row(i, 8, make_trace([1]), drafter_checkpoint=f"sha:{i}") for i in (0, 1)])
     with pytest.raises(UserError, match=r"method dflash8.*drafter_checkpoint.*sha:0, sha:1"):
-        metrics.require_comparable(records)
+        comparison.require_comparable(records)
 
 
 def test_prompt_that_changed_and_row_that_stands_twice_are_refused() -> None:
     records = frame([row(0, 1, make_trace([1])), row(0, 8, make_trace([1]), prompt_hash="changed")])
     with pytest.raises(UserError, match=r"prompt set/0: prompt_hash differs"):
-        metrics.require_comparable(records)
+        comparison.require_comparable(records)
     twice = pd.concat([frame([row(0, 8, make_trace([1]))])] * 2)
     with pytest.raises(UserError, match=r"prompt set/0 has two rows of method dflash8, size 8"):
-        metrics.require_comparable(twice)
+        comparison.require_comparable(twice)
 
 
 def test_seeds_are_averaged_not_refused() -> None:
@@ -141,10 +141,10 @@ def test_seeds_are_averaged_not_refused() -> None:
         for seed in (0, 1)
         for size in (1, 8)
     )
-    metrics.require_comparable(records)
+    comparison.require_comparable(records)
     method = records[records["method"] == "dflash8"]
-    assert metrics.macro_tau(method) == 11 / 4
-    assert len(metrics.pair_with(method, records)) == 2
+    assert tau.macro_tau(method) == 11 / 4
+    assert len(comparison.pair_with(method, records)) == 2
 
 
 def test_best_size_ties_go_to_the_smaller() -> None:

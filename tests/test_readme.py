@@ -1,4 +1,4 @@
-"""The commands of the README and of the results are the tested ones."""
+"""The commands of the README are the tested ones, and the files it names exist."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from blockpilot.base.paths import conf_dir
 ROOT = Path(__file__).parents[1]
 COMMAND = re.compile(r"^ {4}.*-m blockpilot\.(\w+) ?(.*)$", re.MULTILINE)
 README = (ROOT / "README.md").read_text()
-RESULTS = (conf_dir() / "experiment/README.md").read_text()
+REFERENCE = ROOT / "outputs" / "reference"  # its commands are those of older commits
 
 
 def commands(text: str) -> list[tuple[str, str]]:
     return [(stage, rest.split("  #")[0].strip()) for stage, rest in COMMAND.findall(text)]
 
 
-@pytest.mark.parametrize(("stage", "arguments"), commands(README) + commands(RESULTS))
+@pytest.mark.parametrize(("stage", "arguments"), commands(README))
 def test_every_command_composes_and_fits_its_schema(stage: str, arguments: str) -> None:
     overrides = [word for word in shlex.split(arguments) if word != "-m"]
     overrides = [word.replace("<name>", "qwen3-4b") for word in overrides]
@@ -44,7 +44,9 @@ def test_the_readme_shows_every_stage_and_both_commands() -> None:
         assert target in targets
 
 
-def test_files_that_the_readme_names_exist() -> None:
-    for folder, text in ((ROOT, README), (conf_dir() / "experiment", RESULTS)):
-        for name in re.findall(r"\]\(([\w./-]+)\)", text):
-            assert (folder / name).exists(), name
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *REFERENCE.glob("*.md")], ids=lambda p: p.name
+)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    for name in re.findall(r"\]\(([\w./-]+)\)", page.read_text()):
+        assert (page.parent / name).exists(), name

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from records_kit import make_settings, make_trace, open_store
 from stages_kit import performed
 from test_tables import rows_of, stored
@@ -16,11 +17,13 @@ from blockpilot.costs.curve import CostCurve, CostPoint
 from blockpilot.evaluate.comparison import timed_table
 from blockpilot.evaluate.verdicts import of_sweep, of_timed
 from blockpilot.records.schema import ok_row
+from blockpilot.records.store import read_records
 from blockpilot.report import __main__ as report
 from blockpilot.report.figures import figures
 from blockpilot.report.paper import paper_table
 from blockpilot.report.published import MEAN, published
-from blockpilot.sweep.tables import sweep_table
+from blockpilot.report.runs import portable
+from blockpilot.sweep.tables import PROVENANCE, sweep_table
 
 GOLDEN = """\
 | method | code | maths | mean |
@@ -47,10 +50,18 @@ def reported(tmp_path: Path, *runs: Path) -> Path:
     )
 
 
+def drawn(records: pd.DataFrame) -> list[tuple[str, str, Figure]]:
+    """The figures of a sweep."""
+    return list(figures(records, sweep_table(records, by_set=True)))
+
+
 def test_the_main_table_is_golden_and_says_where_it_comes_from(tmp_path: Path, run: Path) -> None:
     text = (reported(tmp_path, run) / "report.md").read_text()
     assert GOLDEN in text
-    assert f"From `{run}`, made by `python -m blockpilot.sweep radius=2 'prompts=[a,b]'`." in text
+    assert (
+        f"From `{portable(run)}`, made by `python -m blockpilot.sweep radius=2 'prompts=[a,b]'`."
+        in text
+    )
 
 
 def test_a_later_call_that_did_nothing_is_not_cited(tmp_path: Path, run: Path) -> None:
@@ -63,11 +74,49 @@ def test_a_later_call_that_did_nothing_is_not_cited(tmp_path: Path, run: Path) -
 def test_the_page_needs_nothing_else_and_the_numbers_are_in_csv(tmp_path: Path, run: Path) -> None:
     folder = reported(tmp_path, run)
     page = (folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == len(list(folder.glob("figures/*.png"))) == 6
+    assert page.count("data:image/png;base64,") == len(list(folder.glob("figures/*.png"))) == 7
     assert "http" not in page
     lines = pd.read_csv(folder / "tables/sweep-run.csv")
-    wanted = sweep_table(report.read_records(run), by_set=True)
+    wanted = sweep_table(read_records(run), by_set=True)
     pd.testing.assert_frame_equal(lines, wanted, check_dtype=False)
+
+
+def test_every_section_says_machine_commit_dtype_and_command(tmp_path: Path, run: Path) -> None:
+    curve = CostCurve(
+        {"dtype": "bfloat16"}, {"cpu": "EPYC", "git_commit": "12ab"}, [cost_point(8, 0.05)]
+    )
+    cost = tmp_path / "cost" / "c"
+    cost.mkdir(parents=True)
+    (cost / "cost.json").write_text(curve.to_json())
+    provenance = {name: f"the {name}" for name in PROVENANCE}
+    scored = evaluated(tmp_path / "evaluate" / "e", gained("mine", 0.1, **provenance))
+    text = (reported(tmp_path, run, cost, scored) / "report.md").read_text()
+    sections = text.split("\n## ")[1:]
+    assert len(sections) == 4, "the sweep has two"
+    for section in sections:
+        assert "made by `python -m blockpilot." in section
+        for name in ("machine", "commit", "dtype"):
+            assert f"{name}: " in section
+    assert "machine: EPYC; commit: 12ab; dtype: bfloat16." in text
+    assert str(tmp_path) not in text, "a path of this machine"
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("outputs/sweep/a", "outputs/sweep/a"),
+        (f"{Path.cwd()}/outputs/sweep/a", "outputs/sweep/a"),
+        ("/home/someone/outputs/sweep/a", "outputs/sweep/a"),
+    ],
+)
+def test_a_path_is_shown_as_another_machine_can_use_it(path: str, shown: str) -> None:
+    assert portable(Path(path)) == shown
+
+
+def test_names_are_text_in_the_page_and_one_cell_in_markdown(tmp_path: Path) -> None:
+    folder = reported(tmp_path, evaluated(tmp_path / "evaluate" / "e", gained("<b>|&", 0.1)))
+    assert "<td>&lt;b&gt;|&amp;</td>" in (folder / "report.html").read_text()
+    assert "| <b>\\|& |" in (folder / "report.md").read_text()
 
 
 def test_the_same_records_give_the_same_bytes(tmp_path: Path, run: Path) -> None:
@@ -87,18 +136,42 @@ def test_replayed_rows_have_predicted_speedups_in_brackets_and_no_times(tmp_path
     records = stored(tmp_path / "run", rows)
     table = paper_table(sweep_table(records, by_set=True), "t", 0.0).set_index("method")
     assert table.loc["dflash4", "set"] == "(2.00) / 4.00"
-    assert "time_of_a_cycle" not in [name for name, *_ in figures(records)]
+    assert "time_of_a_cycle" not in [name for name, *_ in drawn(records)]
+
+
+def test_the_headline_figure_shows_the_speedups_of_the_table(tmp_path: Path) -> None:
+    """Measured with their intervals, per set; predicted ones where nothing was timed."""
+    rows = [row for p in range(6) for row in rows_of(p, "maths" if p % 2 else "code")]
+    records = stored(tmp_path, rows)
+    lines = sweep_table(records, by_set=True)
+    predicted = {f"predicted_{name}": lines[name] for name in lines if name.startswith("speedup")}
+    untimed = lines.assign(**predicted, speedup=float("nan"))
+    for table, word in ((lines, "Measured"), (untimed, "Predicted")):
+        name, caption, figure = next(figures(records, table))
+        assert name == "speedup_by_method"
+        assert caption.startswith(word)
+        bars = {bar.get_label(): bar for bar in figure.axes[0].containers}
+        assert list(bars) == ["code", "maths"]
+        for prompt_set, bar in bars.items():
+            own = lines[lines["set"].eq(prompt_set) & lines["method"].ne("plain")]
+            assert bar[0].get_xdata().tolist() == own["speedup"].tolist()
+            ends = [segment[:, 0].tolist() for segment in bar[2][0].get_segments()]
+            wanted = own[["speedup_low", "speedup_high"]].to_numpy()
+            assert ends == [pytest.approx(pair) for pair in wanted]
+    nothing = untimed.assign(predicted_speedup=float("nan"))
+    assert "speedup_by_method" not in [name for name, *_ in figures(records, nothing)]
 
 
 def test_figures_over_sizes_leave_other_drafters_of_the_same_size_out(tmp_path: Path) -> None:
     rows = rows_of(0, "maths") + rows_of(1, "code") + rows_of(2, "code")
-    alone = {name for name, *_ in figures(stored(tmp_path / "a", rows))}
+    alone = {name for name, *_ in drawn(stored(tmp_path / "a", rows))}
     for prompt in range(3):
-        settings = make_settings(prompt, 8, method="lookup", drafter="prompt_lookup")
+        own = {"method": "lookup", "drafter": "prompt_lookup"}
+        settings = make_settings(prompt, 8, prompt_set="code" if prompt else "maths", **own)
         rows.append(ok_row(settings, make_trace([1] * 8), prompt_ids=range(3)))
-    drawn = {name: figure for name, _, figure in figures(stored(tmp_path / "b", rows))}
-    assert alone == set(drawn)
-    (line, *_) = drawn["accepted_by_slot"].axes[0].lines
+    both = {name: figure for name, _, figure in drawn(stored(tmp_path / "b", rows))}
+    assert alone == set(both)
+    (line, *_) = both["accepted_by_slot"].axes[0].lines
     assert line.get_ydata()[0] == 1, "lookup accepted nothing"
 
 
@@ -235,7 +308,7 @@ def test_a_verdict_heads_the_report(tmp_path: Path, run: Path) -> None:
     )
     report_folder = reported(tmp_path, run, folder)
     text = (report_folder / "report.md").read_text()
-    told = [
+    verdicts = [
         "- Decoded sweep run: dflash4, the best of 2 fixed sizes on these very prompts, is 4.00 "
         "times as fast as plain decoding (4.00 to 4.00, 95%) by measured time: faster with 3 "
         "prompts",
@@ -245,8 +318,8 @@ def test_a_verdict_heads_the_report(tmp_path: Path, run: Path) -> None:
         "-2.8%, 95%) against block 8: less tau with 9 prompts",
     ]
     head = text[: text.index("\n## ")]
-    assert head.splitlines()[2:5] == told
-    assert f"<strong>{told[1][2:]}</strong>" in (report_folder / "report.html").read_text()
+    assert head.splitlines()[2:5] == verdicts
+    assert f"<strong>{verdicts[1][2:]}</strong>" in (report_folder / "report.html").read_text()
     bare = evaluated(tmp_path / "evaluate" / "bare", gained("cross-fitted oracle", 0.9))
     text = (reported(tmp_path, bare) / "report.md").read_text()
     assert "the cross-fitted oracle gains +36.0% tau" in text
@@ -257,19 +330,21 @@ def test_a_verdict_rests_on_what_was_measured(tmp_path: Path) -> None:
     rows = [row for prompt in range(4) for row in rows_of(prompt)]
     lines = sweep_table(stored(tmp_path / "a", rows))
     unpaired = lines.assign(speedup=float("nan"))
-    (told,) = of_sweep(unpaired)
-    assert "commits 5.00 tokens per cycle (2.00 to 8.00, 95%)" in told
-    assert told.endswith("nothing was timed")
+    (verdict,) = of_sweep(unpaired)
+    assert "commits 5.00 tokens per cycle (2.00 to 8.00, 95%)" in verdict
+    assert verdict.endswith("nothing was timed")
     assert of_sweep(lines[lines["method"] == "plain"]) == []
     for prompt in range(4):
         settings = make_settings(prompt, 8, method="blockpilot", policy="blockpilot@12ab")
         trace = make_trace([8, 8], decode_s=0.1 * (1 + 0.1 * prompt))
         rows.append(ok_row(settings, trace, prompt_ids=range(3)))
-    (told,) = of_timed(timed_table(stored(tmp_path / "b", rows), "dflash4"))
-    assert told.startswith("the learned size blockpilot is 4.00 times as fast as dflash4 (4.00 to")
-    assert told.endswith("by measured time: faster with 4 prompts")
-    (told,) = of_sweep(sweep_table(stored(tmp_path / "one", rows_of(0))))
-    assert "(no interval) by measured time: no difference shown with 1 prompt" in told
+    (verdict,) = of_timed(timed_table(stored(tmp_path / "b", rows), "dflash4"))
+    assert verdict.startswith(
+        "the learned size blockpilot is 4.00 times as fast as dflash4 (4.00 to"
+    )
+    assert verdict.endswith("by measured time: faster with 4 prompts")
+    (verdict,) = of_sweep(sweep_table(stored(tmp_path / "one", rows_of(0))))
+    assert "(no interval) by measured time: no difference shown with 1 prompt" in verdict
 
 
 def test_measured_times_have_a_table_that_can_be_read(tmp_path: Path) -> None:

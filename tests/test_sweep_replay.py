@@ -26,7 +26,7 @@ from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import PLAIN, TIMES
 from blockpilot.sweep import __main__ as sweep
 from blockpilot.sweep import replayed
-from blockpilot.sweep.tables import figures_of, render, sweep_table
+from blockpilot.sweep.tables import figures_of, sweep_table, terminal_table
 
 PROMPTS = ["one", ["two", "and then", "and now"], "a third, somewhat longer one", "x" * 400]
 SAME = ["method", "turn", "status", "n_prompt_tokens", "n_new_tokens", "stop_reason"]
@@ -188,7 +188,7 @@ def test_a_measured_curve_predicts_the_times_of_a_replay(
     assert of_curve["cycle_ms/b15/context40"] == 1e3 * curve.points[3].cycle_s
     assert of_sweep == figures_of(table), "the tracker has the figures of the table"
     assert table["speedup"].isna().all()
-    shown = [column.header for column in render(table).columns]
+    shown = [column.header for column in terminal_table(table).columns]
     assert "predicted\nspeedup 95%" in shown
     followed = table["plain_predicted_tpot_ms"] / table["predicted_tpot_ms"]
     assert followed.tolist() == pytest.approx(table["predicted_speedup"].tolist(), rel=1e-12)

@@ -14,7 +14,7 @@ from rich.console import Console
 from blockpilot.base.errors import UserError
 from blockpilot.records.schema import failed_row, ok_row, skipped_row
 from blockpilot.records.store import read_records, write_parquet
-from blockpilot.sweep.tables import figures_of, render, sweep_table
+from blockpilot.sweep.tables import figures_of, sweep_table, terminal_table
 
 SIZES = (1, 4, 8)
 
@@ -38,7 +38,7 @@ def stored(folder: Path, rows: list[Any]) -> pd.DataFrame:
 
 def shown(table: pd.DataFrame, width: int = 80) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    console.print(render(table, title="sweep"))
+    console.print(terminal_table(table, title="sweep"))
     return console.export_text()
 
 
@@ -92,7 +92,7 @@ def test_caption_counts_skipped_failed_and_idle_prompts(tmp_path: Path) -> None:
     assert table["prompts"].tolist() == [3, 2, 2]
 
 
-def test_prompts_that_lack_plain_decoding_are_told(tmp_path: Path) -> None:
+def test_the_caption_says_that_prompts_lack_plain_decoding(tmp_path: Path) -> None:
     table = sweep_table(stored(tmp_path, rows_of(0) + rows_of(1, sizes=(4, 8))))
     assert table["paired"].tolist() == [1, 1, 1]
     assert table["tpot_ms"].tolist() == pytest.approx([100, 25, 12.5]), "of the one that has it"
@@ -112,10 +112,10 @@ def test_every_ratio_follows_from_the_times_beside_it(tmp_path: Path) -> None:
         plain = table[table["method"] == "plain"].set_index("set")["tpot_ms"]
         follows = (table["set"].map(plain) / table["tpot_ms"]).sub(table["speedup"]).abs() < 1e-12
         assert follows.all() == (columns == 0), "another prompt's times among plain decoding's"
-        heads = [column.header for column in render(table).columns]
+        heads = [column.header for column in terminal_table(table).columns]
         assert heads.count("plain\nTPOT ms") == columns
-        told = "rest on different prompts" in " ".join(table.attrs["caption"])
-        assert told == bool(columns)
+        warned = "rest on different prompts" in " ".join(table.attrs["caption"])
+        assert warned == bool(columns)
 
 
 def test_the_tracker_gets_the_figures_of_the_table_by_name(tmp_path: Path) -> None:

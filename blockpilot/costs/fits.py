@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from blockpilot.costs.curve import CostPoint
 
@@ -78,10 +79,11 @@ class Shapes:
 
     def numbers(self, s: float, c: float) -> float:
         """Numbers read: the weights once, keys and values of context and new positions."""
-        found = self.weights + self.keys_values * (c + s)
+        numbers = self.weights + self.keys_values * (c + s)
         if self.n_experts:
-            found += self.expert * self.n_experts * (1 - (1 - self.n_active / self.n_experts) ** s)
-        return found
+            wanted = 1 - (1 - self.n_active / self.n_experts) ** s  # share of the experts
+            numbers += self.expert * self.n_experts * wanted
+        return numbers
 
 
 def _sparse_layers(config: Any) -> int:
@@ -110,7 +112,7 @@ class Roofline:
         flops = np.array([shapes.flops(p.block_size, p.context) for p in points])
         numbers = np.array([shapes.numbers(p.block_size, p.context) for p in points])
         seconds = np.array([p.cycle_s for p in points])
-        found: list[tuple[float, Roofline]] = []
+        candidates: list[tuple[float, Roofline]] = []  # score, least is best
         n = len(points)
         for by_compute in _splits(flops / numbers, flops, numbers, seconds):
             for _ in range(_ROUNDS):
@@ -121,11 +123,11 @@ class Roofline:
                 errors = np.maximum(computing, reading) / seconds - 1
                 terms = np.count_nonzero([*compute, *memory])
                 score = n * np.log(errors @ errors + _ROUNDING) + terms * np.log(n)
-                found.append((float(score), cls(shapes, compute, memory)))
+                candidates.append((float(score), cls(shapes, compute, memory)))
                 if ((computing >= reading) == by_compute).all():
                     break
                 by_compute = computing >= reading
-        return min(found, key=lambda each: each[0])[1]
+        return min(candidates, key=lambda each: each[0])[1]
 
     def seconds(self, s: float, c: float) -> float:
         """Seconds of a cycle with s verified positions behind c."""
@@ -147,15 +149,9 @@ def _line(x: Floats, y: Floats) -> tuple[float, float]:
     """
     if not len(x):
         return 0.0, 0.0
-    constant = float((1 / y).sum() / (1 / y**2).sum())
-    if np.ptp(x) == 0:
-        return 0.0, constant
-    slope, intercept = np.polyfit(x, y, 1, w=1 / y)
-    if slope < 0:
-        return 0.0, constant
-    if intercept < 0:
-        return float((x / y).sum() / ((x / y) ** 2).sum()), 0.0
-    return float(slope), float(intercept)
+    largest = x.max()  # scaled by it, both columns are of one size; of equal ones the first counts
+    (intercept, slope), _ = nnls(np.stack([1 / y, x / largest / y], axis=1), np.ones(len(y)))
+    return float(slope / largest), float(intercept)
 
 
 class OnlineCost:

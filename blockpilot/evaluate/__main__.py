@@ -45,13 +45,12 @@ from blockpilot.evaluate.verdicts import of_evaluation, of_timed
 from blockpilot.policies.blockpilot import BlockSizePolicy
 from blockpilot.predictor.examples import Examples, load_examples
 from blockpilot.predictor.net import parameters_of
-from blockpilot.prompts.base import POLICY, TEST
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import PLAIN
-from blockpilot.records.store import read_records
-from blockpilot.stats import labels
-from blockpilot.stats.labels import Floats, Ints
+from blockpilot.stats.arrays import Floats, Ints
+from blockpilot.stats.oracles import best_fixed
 from blockpilot.stats.tau import turn_of
-from blockpilot.sweep.tables import ALL_SETS, figures_of, render
+from blockpilot.sweep.tables import ALL_SETS, PROVENANCE, figures_of, provenance_of, terminal_table
 
 log = logging.getLogger("blockpilot.evaluate")  # __name__ is __main__ under python -m
 
@@ -72,11 +71,11 @@ CEILINGS = {
 def run(cfg: EvaluateConfig) -> pd.DataFrame:
     """Score, print and write evaluation.csv; one line per set and method, pooled ones last."""
     examples = load_examples(Path(cfg.dataset))
-    learnt, test = examples.of(POLICY), examples.of(TEST)
-    for name, part in ((POLICY, learnt), (TEST, test)):
+    learnt, test = examples.learnt, examples.test
+    for name, part in (("policy", learnt), ("test", test)):
         if len(part) < 2:
             raise UserError(f"dataset={cfg.dataset}: {len(part)} examples in split {name}")
-    fixed = labels.best_fixed(learnt.gains.numpy())
+    fixed = best_fixed(learnt.gains.numpy())
     policies = {
         name: BlockSizePolicy.from_pretrained(path)
         for name, path in zip(predictor_names(cfg.policies), cfg.policies, strict=True)
@@ -86,24 +85,28 @@ def run(cfg: EvaluateConfig) -> pd.DataFrame:
     choices = {name: chosen_sizes(policy, test) for name, policy in policies.items()}
     others = per_cycle(learnt, test, fixed)
     table = pd.concat(scored(test, fixed, choices, others), ignore_index=True)
+    table = table.assign(
+        **provenance_of(pd.concat([RunFolder(Path(run)).records() for run in examples.origin.runs]))
+    )
     if policies:
         table = table.merge(pd.DataFrame(map(facts_of, policies.items())), how="left", on="method")
     if examples.origin.objective != "tau":
-        told = "tokens/s by cycle costs, without what predicting a size or cutting a block takes"
-        log.info("%s; timed=<decoded sweep> counts all", told)
-    folder = Path(cfg.paths.outputs) / "evaluate" / cfg.run_id
-    make_folder(folder)
-    write_csv(table, folder / "evaluation.csv")
+        log.info(
+            "tokens/s by cycle costs, without what predicting a size or cutting a block takes; "
+            "timed=<decoded sweep> counts all"
+        )
+    folder = RunFolder(Path(cfg.paths.outputs) / "evaluate" / cfg.run_id)
+    make_folder(folder.path)
+    write_csv(table, folder.evaluation)
     if timed is not None:
-        write_csv(timed, folder / "timed.csv")
+        write_csv(timed, folder.timed_evaluation)
     else:  # of an earlier call: times under another evaluation
-        (folder / "timed.csv").unlink(missing_ok=True)
+        folder.timed_evaluation.unlink(missing_ok=True)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
-    with tracked(tracker, folder, config=config, rank=0):
+    with tracked(tracker, folder.path, config=config, rank=0):
         tracker.summarise(tracked_figures(table, timed))
-    log.info("lines in %s", folder / "evaluation.csv")
-    found = of_evaluation(table) + ([] if timed is None else of_timed(timed))
-    for verdict in found:
+    log.info("lines in %s", folder.evaluation)
+    for verdict in of_evaluation(table) + ([] if timed is None else of_timed(timed)):
         Console().print(verdict, markup=False, highlight=False, soft_wrap=True)
     return table
 
@@ -125,14 +128,14 @@ def tracked_figures(table: pd.DataFrame, timed: pd.DataFrame | None) -> dict[str
     }
     if timed is None:
         return figures
-    lines = timed[timed["set"] == ALL_SETS].drop(columns=["set", "best_fixed"])
+    lines = timed[timed["set"] == ALL_SETS].drop(columns=["set", "best_fixed", *PROVENANCE])
     return figures | {f"timed/{name}": value for name, value in figures_of(lines).items()}
 
 
 def per_cycle(learnt: Examples, test: Examples, fixed: int) -> dict[str, Floats]:
     """Gains on the test examples of policies that the runs replayed, and of hindsight."""
     origin = test.origin
-    runs, seconds = [Path(run) for run in origin.runs], test.seconds.numpy()
+    runs, seconds = [RunFolder(Path(run)) for run in origin.runs], test.seconds.numpy()
     base = {
         name: gain
         for part in (learnt, test)
@@ -165,8 +168,8 @@ def scored(
         turns = [(test.prompt_id[i], turn_of(test.example[i])) for i in rows]
         lines = evaluate(Gains(whole, first, second), turns, fixed, picked, extra)
         size, n, n_turns = origin.sizes[fixed], len(dict(turns)), len(set(turns))
-        told = f" ({n_turns} turns)" if n < n_turns else ""
-        title = f"{name}: {n} prompts{told}, best fixed size of the policy split {size}"
+        with_turns = f" ({n_turns} turns)" if n < n_turns else ""
+        title = f"{name}: {n} prompts{with_turns}, best fixed size of the policy split {size}"
         lines = lines.assign(unit=unit)
         Console().print(text_table(evaluation_cells(lines), title))
         yield lines.assign(prompt_set=name, prompts=n, fixed_size=size)
@@ -179,13 +182,13 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
     Raises UserError for a sweep that was not decoded, of another pair, without that size, or of
     other settings or prompts of other splits.
     """
-    records, origin = read_records(Path(cfg.timed or "")), examples.origin
+    records, origin = RunFolder(Path(cfg.timed or "")).records(), examples.origin
     alike = {name: origin.settings[name] for name in _DECODED_ALIKE}
     if set(records["dtype"]) == {origin.settings["dtype"]}:  # else the bits differ by rounding
         alike["target_fingerprint"] = origin.settings["target_fingerprint"]
-    for what, wanted in {"mode": "decode", "split": TEST, **alike}.items():
-        found = {None if pd.isna(value) else value for value in records[what].unique()}
-        if other := found - {wanted}:
+    for what, wanted in {"mode": "decode", "split": "test", **alike}.items():
+        values = {None if pd.isna(value) else value for value in records[what].unique()}
+        if other := values - {wanted}:
             raise UserError(f"timed={cfg.timed}: {what} {other.pop()}, wanted is {wanted}")
     # Other drafters and other ways to cut a block may stand beside the pair that was learnt on.
     same = records[(records["policy"] == "fixed") & (records["drafter"] != NO_DRAFTER)]
@@ -206,8 +209,8 @@ def timed_lines(cfg: EvaluateConfig, examples: Examples, fixed: int) -> pd.DataF
         shown = lines.drop(columns="set")
         caption = [*table.attrs["caption"], ABOUT_TIMES]
         shown.attrs["caption"] = caption if name == ALL_SETS else []
-        Console().print(render(shown, f"{name}, {what}"))
-    return table
+        Console().print(terminal_table(shown, f"{name}, {what}"))
+    return table.assign(**provenance_of(records))
 
 
 def facts_of(item: tuple[str, BlockSizePolicy]) -> dict[str, str | int | float]:
@@ -227,16 +230,16 @@ def chosen_sizes(policy: BlockSizePolicy, test: Examples) -> Ints:
     Raises UserError for a predictor of other sizes or another pair, naming what differs.
     """
     config, origin = policy.net.config, test.origin
-    for what, theirs, ours in (
+    for what, trained, given in (
         ("sizes", config.sizes, origin.sizes),
         ("target", config.target, origin.target),
         ("target weights", config.target_fingerprint, origin.settings["target_fingerprint"]),
         ("drafter", config.drafter, origin.drafter),
         ("block_mode", config.block_mode, origin.block_mode),
     ):
-        if theirs != ours:
+        if trained != given:
             raise UserError(
-                f"policy {policy.path}: trained for {what} {theirs}, the dataset has {ours}"
+                f"policy {policy.path}: trained for {what} {trained}, the dataset has {given}"
             )
     scores = policy.scores(test.logits, test.hidden, test.n_prompt_tokens)
     return np.asarray(scores.argmax(dim=1).numpy())

@@ -15,9 +15,12 @@ import pandas as pd
 
 from blockpilot.base.errors import UserError
 from blockpilot.records.schema import PLAIN
-from blockpilot.stats import labels, metrics
-from blockpilot.stats.labels import Floats, Ints
-from blockpilot.stats.metrics import bootstrap, mean, share
+from blockpilot.stats.arrays import Floats, Ints
+from blockpilot.stats.comparison import pair_with, token_times, with_partners
+from blockpilot.stats.intervals import bootstrap, mean, share
+from blockpilot.stats.labels import argmax_labels
+from blockpilot.stats.luck import luck
+from blockpilot.stats.oracles import cross_fitted
 from blockpilot.sweep.tables import ALL_SETS, sweep_table
 
 BEST_FIXED = "best fixed"
@@ -107,15 +110,15 @@ def evaluate(
     """
     whole, n = gains.whole, len(gains.whole)
     rows = np.arange(n)
-    best = labels.argmax_labels(whole)
+    best = argmax_labels(whole)
     base = whole[:, fixed]
 
     def line(name: str, values: Floats, chosen: Ints | None = None) -> dict[str, float | str]:
-        found = _line(name, _by_prompt(values, turns), _by_prompt(base, turns))
+        cells = _line(name, _by_prompt(values, turns), _by_prompt(base, turns))
         if chosen is not None:
-            found["accuracy"] = float((values == whole.max(axis=1)).mean())
-            found["regret"] = float(_by_prompt(whole.max(axis=1) - values, turns).mean())
-        return found
+            cells["accuracy"] = float((values == whole.max(axis=1)).mean())
+            cells["regret"] = float(_by_prompt(whole.max(axis=1) - values, turns).mean())
+        return cells
 
     crossed = _cross_fitted(gains, turns, fixed)
     lines = [line(BEST_FIXED, base, np.full(n, fixed))]
@@ -126,7 +129,7 @@ def evaluate(
     lines.append(line("uniform random", whole.mean(axis=1)))
     lines += [] if crossed is None else [crossed]
     lines.append(line("oracle", whole[rows, best], best))
-    lucky = labels.luck(whole, gains.first, gains.second)
+    lucky = luck(whole, gains.first, gains.second)
     lines.append(line("oracle, by luck alone", lucky))
     lines.append(line("oracle, less its luck", base + whole.max(axis=1) - lucky))
     lines += [line(name, values) for name, values in others.items()]
@@ -149,12 +152,10 @@ def _cross_fitted(gains: Gains, turns: Turns, fixed: int) -> dict[str, float | s
     if not len(halved):
         return None
     halves = gains.first[halved], gains.second[halved]
-    rows, of = np.arange(len(halved)), [turns[i] for i in halved.tolist()]
-    crossed = np.mean(
-        [on[rows, labels.argmax_labels(by)] for by, on in (halves, halves[::-1])], axis=0
-    )
-    base = (halves[0][:, fixed] + halves[1][:, fixed]) / 2
-    return _line(CROSS_FITTED, _by_prompt(crossed, of), _by_prompt(base, of))
+    halved_turns = [turns[i] for i in halved.tolist()]
+    values = _by_prompt(cross_fitted(*halves), halved_turns)
+    base = _by_prompt((halves[0][:, fixed] + halves[1][:, fixed]) / 2, halved_turns)
+    return _line(CROSS_FITTED, values, base)
 
 
 def _line(name: str, values: Floats, base: Floats) -> dict[str, float | str]:
@@ -187,15 +188,15 @@ def timed_table(records: pd.DataFrame, fixed: str) -> pd.DataFrame:
     time that drafts and the policy took; verified, target positions per cycle. Raises like it, and
     where one name stands for two methods.
     """
-    names_of = records.groupby("method")[["block_size", "block_mode"]].nunique().max(axis=1)
-    for name in names_of.index[names_of > 1]:
+    meanings = records.groupby("method")[["block_size", "block_mode"]].nunique().max(axis=1)
+    for name in meanings.index[meanings > 1]:
         raise UserError(f"method {name} has rows of two sizes or modes; keep those of one")
     bases = [base for base in (PLAIN, fixed) if base in set(records["method"])]
-    shared = metrics.with_partners(records, bases)
+    shared = with_partners(records, bases)
     table = sweep_table(shared, by_set=True)
     if dropped := records["prompt_id"].nunique() - shared["prompt_id"].nunique():
-        told = f"Left out, for lack of {' or '.join(bases)}: {dropped} of the prompts."
-        table.attrs["caption"].append(told)
+        reason = f"Left out, for lack of {' or '.join(bases)}: {dropped} of the prompts."
+        table.attrs["caption"].append(reason)
     added = [_against(shared, line, fixed) for line in table.to_dict("records")]
     columns = {str(name): values for name, values in pd.DataFrame(added).items()}
     return table.assign(best_fixed=fixed, **columns)
@@ -208,9 +209,9 @@ def _against(records: pd.DataFrame, line: Mapping[Any, Any], fixed: str) -> dict
     spent = rows.groupby("prompt_id")[["draft_s", "policy_s", "decode_s"]].sum()
     draft, policy, whole = spent.to_numpy(dtype=np.float64).T
     low, high = bootstrap(share, draft, whole)
-    found = metrics.compared(metrics.pair_with(rows, chosen, fixed))
+    times = token_times(pair_with(rows, chosen, fixed))
     added = {
-        "fixed_tpot_ms": 1e3 * found.base_s,
+        "fixed_tpot_ms": 1e3 * times.base_s,
         "drafting": float(share(draft, whole)),
         "drafting_low": low,
         "drafting_high": high,
@@ -219,11 +220,11 @@ def _against(records: pd.DataFrame, line: Mapping[Any, Any], fixed: str) -> dict
     }
     if line["method"] == fixed:
         return added
-    low, high = found.interval()
-    ratios = found.theirs / found.ours
+    low, high = times.interval()
+    ratios = times.base / times.method
     spread = float(ratios.std(ddof=1)) if len(ratios) > 1 else float("nan")
     return added | {
-        "over_fixed": found.ratio,
+        "over_fixed": times.ratio,
         "over_fixed_low": low,
         "over_fixed_high": high,
         "detectable": _POWER * spread / np.sqrt(max(len(ratios), 1)),
@@ -267,9 +268,9 @@ def evaluation_cells(lines: pd.DataFrame) -> pd.DataFrame:
 
 def shared_facts(lines: pd.DataFrame) -> list[str]:
     """What all predictors of an evaluation have in common, in one sentence; none without them."""
-    found = [
+    facts = [
         f"{name} {_SHOWN[name].format(lines[name].dropna().iloc[0])}"
         for name in _FACTS
         if name in lines and lines[name].nunique() == 1
     ]
-    return [f"Predictors: {', '.join(found)}."] if found else []
+    return [f"Predictors: {', '.join(facts)}."] if facts else []

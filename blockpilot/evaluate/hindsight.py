@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from blockpilot.decoding.anchors import Replay
 from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import PLAIN
-from blockpilot.records.store import read_records
-from blockpilot.stats import labels
-from blockpilot.stats.labels import Floats
+from blockpilot.stats.arrays import Floats, Ints
+from blockpilot.stats.oracles import hindsight_seconds
 from blockpilot.stats.tau import example_names
 
 log = logging.getLogger(__name__)
 
 
 def per_cycle_gains(
-    runs: Sequence[Path],
+    runs: Sequence[RunFolder],
     examples: Sequence[str],
     sizes: Sequence[int],
     seconds: Floats,
@@ -29,45 +25,49 @@ def per_cycle_gains(
 ) -> Floats | None:
     """Gain [P] of each example when every cycle has the size that is best in hindsight.
 
-    `examples` are names (`example_names`); `seconds` [P, m] what a
-    cycle costs each of them at each size (ones: the gain is tau). With `width` a cycle may follow
-    the right one of the drafter's `width` best tokens in every slot of its trained block: more than
-    any tree of that width can give at the cost of a chain. Averaged over the answers of runs with
-    other seeds. None where a run kept no replay, or only the anchors that its cycles visit.
+    `examples` are names (`example_names`); `seconds` [P, m] what a cycle costs each of them at each
+    size (ones: the gain is tau). With `width` a cycle may follow the right one of the drafter's
+    `width` best tokens in every slot of its trained block: more than any tree of that width can
+    give at the cost of a chain. Averaged over the answers of runs with other seeds. None where a
+    run kept no replay, or only the anchors that its cycles visit.
     """
-    place = {example: number for number, example in enumerate(examples)}
-    found: list[list[float]] = [[] for _ in examples]
+    number_of = {example: number for number, example in enumerate(examples)}
+    gains: list[list[float]] = [[] for _ in examples]  # of each example's answers
     for run in runs:
-        if not (run / "replay").is_dir():
+        if not run.has_replays:
             return None
-        records = read_records(run)
+        records = run.records()
         rows = records[(records["method"] == PLAIN) & (records["status"] == "ok")]
         rows = rows.assign(example=example_names(rows))
         for row in rows.to_dict("records"):
-            number = place.get(row["example"])
+            number = number_of.get(row["example"])
             if number is None or row["n_new_tokens"] < 2:
                 continue
-            _, replay, _ = RunFolder(run).replay({str(key): value for key, value in row.items()})
+            _, replay, _ = run.replay({str(key): value for key, value in row.items()})
             if replay.marginals is None:
-                log.warning("nothing in hindsight: %s was made with replay.marginals=false", run)
+                log.warning(
+                    "nothing in hindsight: %s was made with replay.marginals=false", run.path
+                )
                 return None
-            accepted = _accepted(replay, sizes, width, row["n_new_tokens"] - 1)
-            least = labels.hindsight_seconds(accepted, seconds[number])
-            found[number].append((row["n_new_tokens"] - 1) / least)
-    return np.array([np.mean(gains) if gains else np.nan for gains in found])
+            n_anchors = row["n_new_tokens"] - 1
+            if width is None:
+                by_size = {block.verified: kept.numpy() for block, kept in replay.accepted.items()}
+                accepted = _accepted_blocks(by_size, sizes, n_anchors)
+            else:
+                accepted = _accepted_branches(replay.marginals.rank.numpy(), sizes, width)
+            gains[number].append(n_anchors / hindsight_seconds(accepted, seconds[number]))
+    return np.array([np.mean(answers) if answers else np.nan for answers in gains])
 
 
-def _accepted(
-    replay: Replay, sizes: Sequence[int], width: int | None, n_anchors: int
-) -> NDArray[np.int64]:
-    """Accepted proposals [A, m] at every anchor and size."""
-    if width is not None:
-        assert replay.marginals is not None
-        rank = replay.marginals.rank.numpy()
-        found = ((rank >= 0) & (rank < width)).cumprod(axis=1).sum(axis=1)
-        return np.stack([np.minimum(found, size - 1) for size in sizes], axis=1).astype(np.int64)
-    by_size = {plan.verified: kept.numpy() for plan, kept in replay.accepted.items()}
-    by_size[1] = np.zeros(n_anchors, dtype=np.int16)
-    if missing := set(sizes) - set(by_size):
+def _accepted_blocks(by_size: Mapping[int, Ints], sizes: Sequence[int], n_anchors: int) -> Ints:
+    """Accepted proposals [A, m] of a block of each size at every anchor."""
+    held = {**by_size, 1: np.zeros(n_anchors, dtype=np.int64)}
+    if missing := set(sizes) - set(held):
         raise AssertionError(f"a replay has rows but no anchors of size {min(missing)}")
-    return np.stack([by_size[size] for size in sizes], axis=1).astype(np.int64)
+    return np.stack([held[size] for size in sizes], axis=1).astype(np.int64)
+
+
+def _accepted_branches(ranks: Ints, sizes: Sequence[int], width: int) -> Ints:
+    """Accepted proposals [A, m] of the best branch, by each slot's rank of the answer's token."""
+    lengths = ((ranks >= 0) & (ranks < width)).cumprod(axis=1).sum(axis=1)
+    return np.stack([np.minimum(lengths, size - 1) for size in sizes], axis=1).astype(np.int64)

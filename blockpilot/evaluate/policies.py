@@ -5,24 +5,21 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pandas as pd
 
-from blockpilot.base.json_values import read_json
-from blockpilot.records.store import read_records
-from blockpilot.stats.labels import Floats
+from blockpilot.records.run_folder import RunFolder
+from blockpilot.stats.arrays import Floats
 from blockpilot.stats.tau import example_names, with_cycles
 
 log = logging.getLogger(__name__)
-
 
 _NUMBER = re.compile(r"\d+$")
 _ANSWER = ["example", "seed", "repeat"]
 
 
 def policy_gains(
-    runs: Sequence[Path], base: Mapping[str, float], size: int, *, curve: str | None
+    runs: Sequence[RunFolder], base: Mapping[str, float], size: int, *, curve: str | None
 ) -> pd.DataFrame | None:
     """Gain of every policy in the runs, examples x methods; NaN where a method has no row.
 
@@ -32,16 +29,18 @@ def policy_gains(
     predicted second. None where the runs hold no policy, or no times predicted by that curve
     though they are needed.
     """
-    rows = with_cycles(pd.concat([read_records(run) for run in runs], ignore_index=True))
+    rows = with_cycles(pd.concat([run.records() for run in runs], ignore_index=True))
     rows = rows[rows["n_cycles"] > 0]
     rows = rows.assign(example=example_names(rows), gain=rows["tau"])
     own = rows["policy"] != "fixed"
     if not own.any():
         return None
     if curve is not None:
-        others = [run for run in runs if curve_of(run) not in (None, curve)]
+        others = [run for run in runs if run.predicted_by not in (None, curve)]
         if others:
-            log.warning("no line for policies: times of %s are of another cost curve", others[0])
+            log.warning(
+                "no line for policies: times of %s are of another cost curve", others[0].path
+            )
             return None
         if rows.loc[own, "predicted_decode_s"].isna().any():
             log.warning("no line for policies: sweep with cost=<curve> for their predicted times")
@@ -52,13 +51,6 @@ def policy_gains(
     means = both.groupby(["example", "method"])[["gain", "gain_fixed"]].mean()
     ratios = (means["gain"] / means["gain_fixed"]).unstack()
     return ratios.mul(pd.Series(base), axis=0)
-
-
-def curve_of(run: Path) -> str | None:
-    """Digest of the cost curve that predicted the times of a replayed sweep, if one did."""
-    file = run / "settings.json"
-    found = read_json(file, what="settings").get("cost") if file.exists() else None
-    return None if found is None else str(found)
 
 
 def with_tuned(
@@ -82,5 +74,5 @@ def with_tuned(
 
 
 def _number(method: str) -> int:
-    found = _NUMBER.search(method)
-    return int(found.group()) if found else 0
+    number = _NUMBER.search(method)
+    return int(number.group()) if number else 0

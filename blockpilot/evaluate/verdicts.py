@@ -31,33 +31,33 @@ def of_evaluation(lines: pd.DataFrame) -> list[str]:
     if chosen.empty:
         chosen = pooled[pooled["method"] == CROSS_FITTED]
         subject, scored_on = "the {}", ", both on halves of answers"
-    told = []
+    verdicts = []
     for line in chosen.to_dict("records"):
         names = ("difference", "difference_low", "difference_high", "detectable")
         share, low, high, detectable = (line[name] / line["baseline"] for name in names)
         unit = line["unit"]
-        told.append(
+        verdicts.append(
             f"{subject.format(line['method'])} gains {share:+.1%} {unit} "
             f"{_interval(low, high, '+.1%')} against block {line['fixed_size']}{scored_on}: "
-            f"{_found(low, high, 0, f'more {unit}', f'less {unit}')} with "
-            f"{_prompts(line['prompts'])}{_room(low, high, 0, detectable)}"
+            f"{_outcome(low, high, 0, f'more {unit}', f'less {unit}')} with "
+            f"{_prompts(line['prompts'])}{_detectable(low, high, 0, detectable)}"
         )
-    return told
+    return verdicts
 
 
 def of_timed(lines: pd.DataFrame) -> list[str]:
     """Each learned size against the best fixed one, by measured time; `lines` of `timed_table`."""
     pooled = lines[lines["set"].eq(ALL_SETS) & lines["policy"].eq(BlockSizePolicy.name)]
-    told = []
+    verdicts = []
     for line in pooled.to_dict("records"):
         low, high = line["over_fixed_low"], line["over_fixed_high"]
-        told.append(
+        verdicts.append(
             f"the learned size {line['method']} is {line['over_fixed']:.2f} times as fast as "
             f"{line['best_fixed']} {_interval(low, high, '.2f')} by measured time: "
-            f"{_found(low, high, 1, 'faster', 'slower')} with {_prompts(line['prompts'])}"
-            f"{_room(low, high, 1, line['detectable'])}"
+            f"{_outcome(low, high, 1, 'faster', 'slower')} with {_prompts(line['prompts'])}"
+            f"{_detectable(low, high, 1, line['detectable'])}"
         )
-    return told
+    return verdicts
 
 
 def of_sweep(lines: pd.DataFrame) -> list[str]:
@@ -82,7 +82,7 @@ def of_sweep(lines: pd.DataFrame) -> list[str]:
         ]
     return [
         f"{name} is {ratio} times as fast as plain decoding {interval} {how}: "
-        f"{_found(low, high, 1, 'faster', 'slower')} with {_prompts(best['paired'])}"
+        f"{_outcome(low, high, 1, 'faster', 'slower')} with {_prompts(best['paired'])}"
     ]
 
 
@@ -90,14 +90,14 @@ def _interval(low: float, high: float, form: str) -> str:
     return "(no interval)" if low != low else f"({low:{form}} to {high:{form}}, 95%)"
 
 
-def _found(low: float, high: float, equal: float, more: str, less: str) -> str:
+def _outcome(low: float, high: float, equal: float, more: str, less: str) -> str:
     """What an interval shows; NaN, of a single prompt, shows nothing."""
     if low > equal:
         return more
     return less if high < equal else "no difference shown"
 
 
-def _room(low: float, high: float, equal: float, detectable: float) -> str:
+def _detectable(low: float, high: float, equal: float, detectable: float) -> str:
     """Beside a difference that is not shown: how large it would have to be."""
     return f" ({detectable:.1%} would show)" if low <= equal <= high else ""
 

@@ -24,7 +24,7 @@ from blockpilot.base.errors import UserError
 from blockpilot.base.files import make_folder, replace_file
 from blockpilot.base.json_values import first_line, fitted
 from blockpilot.costs.curve import CostCurve, load_cost
-from blockpilot.prompts.base import DISTILL, SPLITS
+from blockpilot.prompts.base import DISTILL, POLICY, SPLITS, TEST, VALIDATION
 from blockpilot.prompts.splits import near_duplicate_groups
 from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import PLAIN, SHARED_FIELDS
@@ -78,6 +78,21 @@ class Examples:
         for name in _TENSORS:
             found.update(getattr(self, name).contiguous().view(torch.uint8).numpy().data)
         return found.hexdigest()[:12]
+
+    @property
+    def learnt(self) -> Examples:
+        """Those of the split `policy`, for labels and the best fixed size."""
+        return self.of(POLICY)
+
+    @property
+    def held_out(self) -> Examples:
+        """Those of the split `validation`."""
+        return self.of(VALIDATION)
+
+    @property
+    def test(self) -> Examples:
+        """Those of the split `test`."""
+        return self.of(TEST)
 
     def of(self, split: str) -> Examples:
         """Those of one split."""

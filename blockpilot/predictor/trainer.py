@@ -21,7 +21,7 @@ from blockpilot.base.files import replace_file
 from blockpilot.predictor.examples import Examples
 from blockpilot.predictor.net import FEATURES, BlockSizeNet, PredictorConfig, features_of
 from blockpilot.records.settings import damaged, load_state
-from blockpilot.stats import labels
+from blockpilot.stats.labels import argmax_labels, soft_labels
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +95,11 @@ def data_of(examples: Examples, features: str, sharpness: float, device: torch.d
         if wrong := _named(examples.example, ~values.isfinite().all(dim=1)):
             raise UserError(f"dataset: {what} of {wrong} are not finite; its sweep must run again")
     if examples.origin.label == "argmax":
-        best = torch.from_numpy(labels.argmax_labels(gains.numpy()))
+        best = torch.from_numpy(argmax_labels(gains.numpy()))
         targets = F.one_hot(best, gains.shape[1]).float()
     elif examples.origin.label == "soft":
         fixed = float(gains.mean(dim=0).max())
-        targets = torch.from_numpy(labels.soft_labels(gains.numpy(), sharpness * fixed)).float()
+        targets = torch.from_numpy(soft_labels(gains.numpy(), sharpness * fixed)).float()
     else:
         targets = gains.float()
     return Data(examples.example, read.to(device), targets.to(device), gains.to(device))

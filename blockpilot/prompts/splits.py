@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.cluster.hierarchy import DisjointSet
 
 from blockpilot.prompts.base import DISTILL, POLICY, TEST, VALIDATION, Prompt
 
@@ -67,7 +68,7 @@ def near_duplicate_groups(texts: Sequence[str]) -> list[int]:
 
     Equal word sequences are merged first; the rest is an exact similarity join (see `_holders`).
     """
-    groups = _DisjointSets(len(texts))
+    groups = DisjointSet(range(len(texts)))
     first_with: dict[str, int] = {}
     words_of = [_WORD.findall(text.lower()) for text in texts]
     distinct = []
@@ -87,7 +88,7 @@ def near_duplicate_groups(texts: Sequence[str]) -> list[int]:
             mine = [document] if indexed else []
             others = []
             for cluster in clusters:
-                linked = groups.find(distinct[document]) == groups.find(distinct[cluster[0]])
+                linked = groups.connected(distinct[document], distinct[cluster[0]])
                 if linked or any(_similar(as_sets[document], as_sets[k]) for k in cluster):
                     groups.merge(distinct[document], distinct[cluster[0]])
                     cluster += mine
@@ -95,7 +96,7 @@ def near_duplicate_groups(texts: Sequence[str]) -> list[int]:
                 else:
                     others.append(cluster)
             clusters = [*others, mine] if mine else others
-    return [groups.find(index) for index in range(len(texts))]
+    return [groups[index] for index in range(len(texts))]
 
 
 def _similar(a: frozenset[int], b: frozenset[int]) -> bool:
@@ -159,20 +160,3 @@ def _holders(shingles: list[NDArray[np.uint64]]) -> Iterator[list[tuple[int, boo
             yield list(
                 zip(by_size[document[entries]].tolist(), indexed[entries].tolist(), strict=True)
             )
-
-
-class _DisjointSets:
-    """Union-find; the representative of a set is its smallest member."""
-
-    def __init__(self, size: int) -> None:
-        self._parent = list(range(size))
-
-    def find(self, item: int) -> int:
-        while self._parent[item] != item:
-            self._parent[item] = self._parent[self._parent[item]]
-            item = self._parent[item]
-        return item
-
-    def merge(self, a: int, b: int) -> None:
-        low, high = sorted((self.find(a), self.find(b)))
-        self._parent[high] = low

@@ -35,6 +35,8 @@ from blockpilot.records.replays import Text, read_replay, write_replay
 from blockpilot.records.schema import Settings, clean, group_key
 from blockpilot.records.settings import keep_settings
 
+EVALUATION = "evaluation.csv"
+
 _NAME_LENGTH = 60  # file systems allow 255 bytes
 
 
@@ -52,7 +54,7 @@ class RunFolder:
     @property
     def evaluation(self) -> Path:
         """File of the lines of an evaluation."""
-        return self.path / "evaluation.csv"
+        return self.path / EVALUATION
 
     @property
     def timed_evaluation(self) -> Path:

@@ -1,7 +1,8 @@
-"""Figures of a sweep, drawn from its records alone. Words as in `metrics`."""
+"""Figures of a sweep, drawn from its records and its table alone."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -11,20 +12,28 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from blockpilot.records.schema import PLAIN
-from blockpilot.stats import labels
-from blockpilot.stats.metrics import bootstrap, mean
+from blockpilot.stats.intervals import bootstrap, mean
+from blockpilot.stats.luck import luck
+from blockpilot.stats.oracles import best_fixed, cross_fitted, oracle
 from blockpilot.stats.tau import best_size, half_taus, tau_by_size, with_cycles
+from blockpilot.sweep.tables import ALL_SETS, names_of
 
+_MARKS = (("o", "black"), ("s", "white"), ("^", "0.6"), ("D", "white"), ("v", "black"))
+_SPREAD = 0.25  # of a method's sets, where methods are 1 apart
 _SINGLE = 3  # prompts drawn one by one
 _PARTS = ("draft_s", "verify_s", "policy_s", "other_s")
 
 
-def figures(records: pd.DataFrame) -> Iterator[tuple[str, str, Figure]]:
-    """(file name, what it shows, figure) of all that the records can show."""
+def figures(records: pd.DataFrame, lines: pd.DataFrame) -> Iterator[tuple[str, str, Figure]]:
+    """(file name, what it shows, figure) of all that the records can show.
+
+    `lines` are those of `sweep_table(records, by_set=True)`.
+    """
     # The sizes of the sweep's own drafter; other methods may bring others of the same size.
     sized = records["drafter"] + records["block_size"].astype(str)
     fixed = records[records["method"].eq(PLAIN) | records["method"].eq(sized)]
     drawn: list[tuple[str, Callable[[Axes, pd.DataFrame], str | None], pd.DataFrame]] = [
+        ("speedup_by_method", speedup_by_method, lines),
         ("tau_over_size", tau_over_size, fixed),
         ("best_sizes", best_sizes, fixed),
         ("accepted_by_slot", accepted_by_slot, fixed),
@@ -33,10 +42,55 @@ def figures(records: pd.DataFrame) -> Iterator[tuple[str, str, Figure]]:
         ("time_of_a_cycle", time_of_a_cycle, records),
     ]
     for name, draw, rows in drawn:
-        figure = Figure(figsize=(6.4, 4.0), dpi=120, layout="constrained")
-        told = draw(figure.subplots(), rows)
-        if told is not None:
-            yield name, told, figure
+        figure = Figure(figsize=(6.4, 4.4), dpi=144, layout="constrained")
+        caption = draw(figure.subplots(), rows)
+        if caption is not None:
+            yield name, caption, figure
+
+
+def speedup_by_method(axes: Axes, lines: pd.DataFrame) -> str | None:
+    """Speedup over plain decoding of every method on every prompt set, with its interval.
+
+    Methods by their speedup over all prompts, the fastest on top; measured, and predicted where
+    nothing was timed. Sets differ by marker and shade, so the figure can be printed without colour.
+    """
+    column = "speedup" if lines["speedup"].notna().any() else "predicted_speedup"
+    named = lines.assign(name=names_of(lines))
+    named = named[named["method"].ne(PLAIN) & named[column].notna()]
+    if named.empty:
+        return None
+    pooled = named[named["set"] == ALL_SETS].sort_values(column, kind="stable")
+    height = {name: float(y) for y, name in enumerate(pooled["name"])}
+    sets = [name for name in dict.fromkeys(named["set"]) if name != ALL_SETS]
+    offsets = np.linspace(_SPREAD, -_SPREAD, len(sets)) if len(sets) > 1 else np.zeros(1)
+    axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
+    for name, offset, (marker, shade) in zip(sets, offsets, itertools.cycle(_MARKS), strict=False):
+        rows = named[named["set"] == name]
+        middle = rows[column].to_numpy(dtype=np.float64)
+        ends = rows[[f"{column}_low", f"{column}_high"]].to_numpy(dtype=np.float64)
+        beyond = np.abs(ends - middle[:, None])  # of the interval; NaN draws no bar
+        axes.errorbar(
+            middle,
+            rows["name"].map(height).to_numpy() + offset,
+            xerr=beyond.T,
+            fmt=marker,
+            label=str(name),
+            color="black",
+            markerfacecolor=shade,
+            markersize=6,
+            elinewidth=1,
+            capsize=3,
+        )
+    axes.set_yticks(list(height.values()), list(height))
+    axes.set(xlabel="times as fast as plain decoding")
+    axes.grid(axis="x", color="0.9")
+    axes.set_axisbelow(True)
+    axes.figure.legend(loc="outside upper center", ncols=len(sets), fontsize="small")
+    how = "Measured" if column == "speedup" else "Predicted, nothing having been timed:"
+    return (
+        f"{how} speedup over plain decoding (dashed) with 95% intervals over prompts; methods in "
+        "the order of their speedup over all prompts. The axis does not begin at 0."
+    )
 
 
 def tau_over_size(axes: Axes, records: pd.DataFrame) -> str | None:
@@ -102,15 +156,15 @@ def oracle_and_luck(axes: Axes, records: pd.DataFrame) -> str | None:
     halved = np.isfinite(halves[0] + halves[1]).all(axis=1)
     if not halved.any():
         return None
-    by_luck = labels.luck(gains, *halves)
+    luck_gains = luck(gains, *halves)
     halves = [half[halved] for half in halves]
-    fixed = labels.best_fixed(gains)
+    fixed = best_fixed(gains)
     bars = {
         "best fixed": gains[:, fixed].mean(),
-        "oracle": labels.oracle(gains),
-        "luck alone": by_luck.mean(),
+        "oracle": oracle(gains),
+        "luck alone": luck_gains.mean(),
         "best fixed,\non halves": np.mean([half[:, fixed].mean() for half in halves]),
-        "cross-fitted\noracle": labels.cross_fitted(*halves),
+        "cross-fitted\noracle": cross_fitted(*halves).mean(),
     }
     axes.bar(list(bars), list(bars.values()))
     axes.set(ylabel="tau", ylim=(0.9 * min(bars.values()), 1.03 * max(bars.values())))

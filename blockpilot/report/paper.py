@@ -22,16 +22,16 @@ def paper_table(lines: pd.DataFrame, target: str, temperature: float) -> pd.Data
     named = lines.assign(name=names_of(lines))
     rows = []
     for line_name in named["name"].unique():
-        mine = named[named["name"].eq(line_name) & named["set"].ne(ALL_SETS)].set_index("set")
-        method = mine["method"].iloc[0]
+        own = named[named["name"].eq(line_name) & named["set"].ne(ALL_SETS)].set_index("set")
+        method = own["method"].iloc[0]
         row = {"method": line_name}
-        row |= {name: _cell(mine.loc[name]) if name in mine.index else "-" for name in sets}
-        row[MEAN] = _cell(mine[["speedup", "predicted_speedup", "macro_tau"]].mean())
+        row |= {name: _cell(own.loc[name]) if name in own.index else "-" for name in sets}
+        row[MEAN] = _cell(own[["speedup", "predicted_speedup", "macro_tau"]].mean())
         rows.append(row)
         cells = {s: published(target, temperature, str(method), s) for s in (*sets, MEAN)}
         if any(cells.values()):
-            told = {s: f"{c.speedup:.2f} / {c.tau:.2f}" if c else "" for s, c in cells.items()}
-            rows.append({"method": f"{method}, published", **told})
+            citation = {s: f"{c.speedup:.2f} / {c.tau:.2f}" if c else "" for s, c in cells.items()}
+            rows.append({"method": f"{method}, published", **citation})
     return pd.DataFrame(rows)
 
 

@@ -1,4 +1,9 @@
-"""Tau from record rows: tokens committed per cycle, pooled within a prompt."""
+"""Tau from record rows: tokens committed per cycle.
+
+A prompt pools its turns, repeats and seeds. micro: pooled over prompts too; macro: mean over
+prompts of the prompt's own tau. Rows without a cycle (stopped on the prefill's token, budget 0)
+have no tau and are counted apart.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +35,18 @@ def prompt_tau(records: pd.DataFrame) -> pd.Series:
     return sums["n_committed"] / sums["n_cycles"]
 
 
+def micro_tau(records: pd.DataFrame) -> float:
+    """Tokens per cycle, pooled over prompts; NaN without a cycle."""
+    rows = with_cycles(records)
+    cycles = int(rows["n_cycles"].sum())
+    return int(rows["n_committed"].sum()) / cycles if cycles else float("nan")
+
+
+def macro_tau(records: pd.DataFrame) -> float:
+    """Mean of the per-prompt tau (what the papers print); NaN without a cycle."""
+    return float(prompt_tau(records).mean())
+
+
 def tau_by_size(records: pd.DataFrame) -> pd.DataFrame:
     """Prompts x block sizes -> tau, for the drafted rows of one method family and block mode.
 
@@ -58,9 +75,9 @@ def example_names(records: pd.DataFrame) -> pd.Series:
 
 
 def turn_of(example: str) -> int:
-    """The turn that a name of `example_names` says."""
-    found = re.search(r"#(\d+)(@\d+)?$", example)
-    return int(found[1]) if found else 0
+    """The turn in a name of `example_names`."""
+    turn = re.search(r"#(\d+)(@\d+)?$", example)
+    return int(turn[1]) if turn else 0
 
 
 def example_taus(records: pd.DataFrame, sizes: Sequence[int]) -> pd.DataFrame:

@@ -46,8 +46,7 @@ from blockpilot.sweep.decoded import DecodedSweep
 from blockpilot.sweep.estimate import sweep_estimate
 from blockpilot.sweep.replayed import ReplayedSweep
 from blockpilot.sweep.rows import Rows
-from blockpilot.sweep.tables import figures_of, sweep_table
-from blockpilot.sweep.tables import render as render_table
+from blockpilot.sweep.tables import figures_of, sweep_table, terminal_table
 
 log = logging.getLogger("blockpilot.sweep")  # __name__ is __main__ under python -m
 
@@ -245,7 +244,7 @@ def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[st
 def show(records: pd.DataFrame) -> pd.DataFrame:
     """Print the table of a sweep; the table."""
     table = sweep_table(records)
-    Console().print(render_table(table, "sweep"))
+    Console().print(terminal_table(table, "sweep"))
     parted = records[records["divergence_margin"].notna()]
     if not parted.empty:
         margins = parted["divergence_margin"]

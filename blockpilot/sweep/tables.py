@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ from rich.text import Text
 
 from blockpilot.base.errors import UserError
 from blockpilot.records.schema import PLAIN
-from blockpilot.stats import metrics, tau
+from blockpilot.stats import comparison, intervals, tau
 
 ALL_SETS = "all"
+PROVENANCE = ("machine", "commit", "dtype", "target", "decoding")
 _LINE = ["method", "block_size", "block_mode"]
 _SHOWN_CHARACTERS = 100
 ABOUT_DECODED = (
@@ -67,6 +69,32 @@ def sweep_table(records: pd.DataFrame, *, by_set: bool = False) -> pd.DataFrame:
     return table
 
 
+def provenance_of(records: pd.DataFrame) -> dict[str, str]:
+    """What rows were made with and on, under the names `PROVENANCE`; several are joined."""
+    machines = (
+        records["gpu"].fillna(records["cpu"]) + ", " + records["threads"].map("threads {}".format)
+    )
+    versions = [json.loads(each) for each in records["versions"].unique()]
+    commits = [
+        f"{each['git_commit'] or 'unknown'}{' with local changes' if each['git_dirty'] else ''}"
+        for each in versions
+    ]
+    decoding = records["temperature"].map("T = {:g}".format) + records["max_new_tokens"].map(
+        ", at most {} new tokens".format
+    )
+    values = (
+        machines,
+        pd.Series(commits),
+        records["dtype"],
+        records["target"] + ", " + records["weights"] + " weights",
+        decoding,
+    )
+    return {
+        name: "; ".join(sorted(each.unique()))
+        for name, each in zip(PROVENANCE, values, strict=True)
+    }
+
+
 def names_of(lines: pd.DataFrame) -> list[str]:
     """What to call each line of `sweep_table`: its method, and more where that is not enough."""
     keys = lines[_LINE].drop_duplicates()
@@ -89,7 +117,7 @@ def figures_of(table: pd.DataFrame) -> dict[str, float]:
     }
 
 
-def render(table: pd.DataFrame, title: str | None = None) -> Table:
+def terminal_table(table: pd.DataFrame, title: str | None = None) -> Table:
     """A frame of `sweep_table` for the terminal, its caption below.
 
     Fits in 80 characters for the usual names: a mode that never varies moves to the caption.
@@ -112,7 +140,7 @@ def render(table: pd.DataFrame, title: str | None = None) -> Table:
 
 
 def cells(table: pd.DataFrame) -> pd.DataFrame:
-    """What `render` shows of a frame, as a frame of text for a report."""
+    """What `terminal_table` shows of a frame, as a frame of text for a report."""
     return pd.DataFrame(
         {
             column.header.replace("-\n", "").replace("\n", " "): [
@@ -149,13 +177,13 @@ def _columns_of(table: pd.DataFrame) -> list[_Column]:
     that are the same in all lines of a set: there they stand in the baseline's own line."""
     sets = table["set"] if "set" in table else pd.Series(ALL_SETS, table.index)
 
-    def says_something(column: _Column) -> bool:
+    def is_informative(column: _Column) -> bool:
         values = table[column.source]
         if column.source in _BASELINES:
             return bool(values.round(9).groupby(sets).nunique().gt(1).any())
         return column.source not in _OPTIONAL or bool(values.notna().any())
 
-    return [each for each in _COLUMNS if each.source in table and says_something(each)]
+    return [each for each in _COLUMNS if each.source in table and is_informative(each)]
 
 
 _OPTIONAL = (
@@ -195,32 +223,38 @@ _COLUMNS = (
 def _line(chosen: pd.DataFrame, key: tuple[Any, ...], *, has_plain: bool) -> dict[str, Any]:
     rows = chosen[(chosen[_LINE] == list(key)).all(axis=1)]
     taus = tau.prompt_tau(rows).to_numpy(dtype=np.float64)
-    low, high = metrics.bootstrap(metrics.mean, taus)
-    pairs = metrics.pair_with(rows, chosen) if has_plain else metrics.pair_with(rows, rows, key[0])
+    low, high = intervals.bootstrap(intervals.mean, taus)
+    base, base_rows = (PLAIN, chosen) if has_plain else (key[0], rows)
+    pairs = comparison.pair_with(rows, base_rows, base)
     line = {
         "policy": rows["policy"].iloc[0].split("@")[0],
         "prompts": rows.loc[rows["status"] == "ok", "prompt_id"].nunique(),
-        "micro_tau": metrics.micro_tau(rows),
-        "macro_tau": metrics.macro_tau(rows),
+        "micro_tau": tau.micro_tau(rows),
+        "macro_tau": tau.macro_tau(rows),
         "macro_tau_low": low,
         "macro_tau_high": high,
     }
-    for time, ratio, found in (
-        ("tpot_ms", "speedup", metrics.compared(pairs)),
-        ("end_to_end_ms", "end_to_end_speedup", metrics.compared(pairs, with_prefill=True)),
-        ("predicted_tpot_ms", "predicted_speedup", metrics.compared(pairs, "predicted_decode_s")),
+    for time, ratio, times in (
+        ("tpot_ms", "speedup", comparison.token_times(pairs)),
+        ("end_to_end_ms", "end_to_end_speedup", comparison.token_times(pairs, with_prefill=True)),
+        (
+            "predicted_tpot_ms",
+            "predicted_speedup",
+            comparison.token_times(pairs, "predicted_decode_s"),
+        ),
     ):
-        line[time] = 1e3 * found.own_s
-        line[f"plain_{time}"] = 1e3 * found.base_s if has_plain else float("nan")
-        line[ratio] = found.ratio if has_plain else float("nan")
+        line[time] = 1e3 * times.method_s
+        line[f"plain_{time}"] = 1e3 * times.base_s if has_plain else float("nan")
+        line[ratio] = times.ratio if has_plain else float("nan")
         if ratio != "end_to_end_speedup":
             # Of plain decoding against itself an interval would pretend to be a measurement.
             measured = has_plain and key[0] != PLAIN
-            interval = found.interval() if measured else (float("nan"), float("nan"))
-            line[f"{ratio}_low"], line[f"{ratio}_high"] = interval
+            line[f"{ratio}_low"], line[f"{ratio}_high"] = (
+                times.interval() if measured else intervals.NO_INTERVAL
+            )
     return line | {
         # Replayed rows share one answer, so their equality says nothing.
-        "equal_to_plain": metrics.share_equal(pairs[pairs["mode"] == "decode"])
+        "equal_to_plain": comparison.share_equal(pairs[pairs["mode"] == "decode"])
         if has_plain
         else float("nan"),
         "paired": pairs["prompt_id"].nunique() if has_plain else 0,
@@ -234,7 +268,7 @@ def _plain(records: pd.DataFrame) -> pd.Series:
 def _require_records(records: pd.DataFrame) -> None:
     if records.empty:
         raise UserError("no records to make a table of")
-    metrics.require_comparable(records)
+    comparison.require_comparable(records)
 
 
 def _sets(records: pd.DataFrame, by_set: bool) -> Iterator[tuple[str, pd.DataFrame]]:

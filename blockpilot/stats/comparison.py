@@ -1,19 +1,14 @@
-"""Numbers from record rows: tau, TPOT, speedup, equality with plain decoding, intervals.
+"""Two methods on the same prompts: pairs of rows, times per token, equality of outputs.
 
-Words and formulas are those of the project's design:
-    tau      tokens committed per cycle; micro: pooled over prompts; macro: mean over prompts of
-             the prompt's own tau. A prompt pools its turns, repeats and seeds.
+Rows are paired by prompt, seed, turn and repeat, within one session.
     TPOT     decode_s / (n_new_tokens - 1), seconds per token after the first; of a method: the
              mean over prompts
-    speedup  TPOT of plain decoding / TPOT of the method, over the same prompts: rows are paired by
-             prompt, seed, turn and repeat within one session
-Rows without a cycle (stopped on the prefill's token, budget 0) have no tau and are counted apart.
-Intervals are 95% percentile bootstrap intervals over prompts, paired where two methods meet.
+    speedup  TPOT of plain decoding / TPOT of the method, over the same prompts
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,28 +16,11 @@ import pandas as pd
 
 from blockpilot.base.errors import UserError
 from blockpilot.records.schema import METHOD_FIELDS, PLAIN, SHARED_FIELDS
-from blockpilot.stats.labels import Floats
-from blockpilot.stats.tau import prompt_tau, with_cycles
+from blockpilot.stats.arrays import Floats
+from blockpilot.stats.intervals import Interval, bootstrap
 
-Interval = tuple[float, float]
-
-RESAMPLES = 2000
-LEVEL = 0.95
 _PAIR = ["prompt_id", "seed", "turn", "repeat"]
 _METHOD = ["method", "block_size", "block_mode"]  # what a line of a table stands for
-_NO_INTERVAL = (float("nan"), float("nan"))
-
-
-def micro_tau(records: pd.DataFrame) -> float:
-    """Tokens per cycle, pooled over prompts; NaN without a cycle."""
-    rows = with_cycles(records)
-    cycles = int(rows["n_cycles"].sum())
-    return int(rows["n_committed"].sum()) / cycles if cycles else float("nan")
-
-
-def macro_tau(records: pd.DataFrame) -> float:
-    """Mean of the per-prompt tau (what the papers print); NaN without a cycle."""
-    return float(prompt_tau(records).mean())
 
 
 def require_comparable(records: pd.DataFrame) -> None:
@@ -79,16 +57,16 @@ def pair_with(rows: pd.DataFrame, records: pd.DataFrame, base: str = PLAIN) -> p
     ok = records[records["status"] == "ok"]
     partners = ok[ok["method"] == base]
     pairs = rows[rows["status"] == "ok"].merge(partners, on=_PAIR, suffixes=("", "_base"))
-    told = "plain decoding" if base == PLAIN else base
+    base_name = "plain decoding" if base == PLAIN else base
     for field in ("session_id", *SHARED_FIELDS, "prompt_hash"):
         if field in _PAIR:
             continue
-        ours, theirs = pairs[field], pairs[f"{field}_base"]
-        differ = ~((ours == theirs).fillna(False) | (ours.isna() & theirs.isna()))
+        values, base_values = pairs[field], pairs[f"{field}_base"]
+        differ = ~((values == base_values).fillna(False) | (values.isna() & base_values.isna()))
         if differ.any():
             row = pairs[differ].iloc[0]
             raise UserError(
-                f"prompt {row['prompt_id']}: method {row['method']} and {told} differ in "
+                f"prompt {row['prompt_id']}: method {row['method']} and {base_name} differ in "
                 f"{field} ({row[field]} and {row[field + '_base']}), so they cannot be compared: "
                 "run both in one session with the same settings"
             )
@@ -113,71 +91,40 @@ def share_equal(pairs: pd.DataFrame) -> float:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Seconds per token of each prompt, [P] of a partner and [P] of a method; NaN of no prompts."""
+class TokenTimes:
+    """Seconds per token of each prompt, [P] of a base method and [P] of a method; NaN of none."""
 
-    theirs: Floats
-    ours: Floats
+    base: Floats
+    method: Floats
 
     @property
     def base_s(self) -> float:
-        """The partner's mean over the prompts."""
-        return float(self.theirs.mean()) if len(self.theirs) else float("nan")
+        """Mean of the base over the prompts."""
+        return float(self.base.mean()) if len(self.base) else float("nan")
 
     @property
-    def own_s(self) -> float:
-        """The method's mean over the same prompts."""
-        return float(self.ours.mean()) if len(self.ours) else float("nan")
+    def method_s(self) -> float:
+        """Mean of the method over the same prompts."""
+        return float(self.method.mean()) if len(self.method) else float("nan")
 
     @property
     def ratio(self) -> float:
-        """base_s / own_s: how many times as fast the method is."""
-        return self.base_s / self.own_s
+        """base_s / method_s: how many times as fast the method is."""
+        return self.base_s / self.method_s
 
     def interval(self) -> Interval:
         """Of the ratio."""
-        return bootstrap(_ratio, self.theirs, self.ours)
+        return bootstrap(_ratio_of_means, self.base, self.method)
 
 
-def bootstrap(
-    statistic: Callable[..., Floats],
-    *columns: Floats,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
-) -> Interval:
-    """95% percentile interval of `statistic` over prompts drawn with replacement.
-
-    columns: [P] each, drawn together, so they stay paired. `statistic` takes arrays [..., P] and
-    reduces the last axis. With fewer than two prompts the interval is NaN.
-    """
-    n_prompts = len(columns[0])
-    if n_prompts < 2:
-        return _NO_INTERVAL
-    drawn = np.random.default_rng(seed).integers(n_prompts, size=(resamples, n_prompts))  # [R, P]
-    values = statistic(*(column[drawn] for column in columns))  # [R]
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(values, [tail, 1 - tail])
-    return float(low), float(high)
+def _ratio_of_means(base: Floats, method: Floats) -> Floats:
+    return np.asarray(base.mean(axis=-1) / method.mean(axis=-1))
 
 
-def mean(values: Floats) -> Floats:
-    """Mean over the last axis, for `bootstrap`."""
-    return np.asarray(values.mean(axis=-1))
-
-
-def share(part: Floats, whole: Floats) -> Floats:
-    """Of the sums over the last axis, for `bootstrap`."""
-    return np.asarray(part.sum(axis=-1) / whole.sum(axis=-1))
-
-
-def _ratio(theirs: Floats, ours: Floats) -> Floats:
-    return np.asarray(theirs.mean(axis=-1) / ours.mean(axis=-1))
-
-
-def compared(
+def token_times(
     pairs: pd.DataFrame, column: str = "decode_s", *, with_prefill: bool = False
-) -> Compared:
-    """Times per token of the pairs that `pair_with` found: TPOTs, whose ratio is the speedup.
+) -> TokenTimes:
+    """Times per token of pairs of `pair_with`: TPOTs, whose ratio is the speedup.
 
     `predicted_decode_s` gives those that a cost curve predicts for replayed rows. With the prefill
     inside, the end-to-end times: (prefill_s + decode_s) / n_new_tokens.
@@ -193,7 +140,7 @@ def compared(
         parts[f"tokens{suffix}"] = timed[f"n_new_tokens{suffix}"].astype(int) - first
     sums = pd.DataFrame(parts).groupby(timed["prompt_id"]).sum()
     sums = sums[(sums["tokens"] > 0) & (sums["tokens_base"] > 0)]
-    return Compared(
+    return TokenTimes(
         (sums["seconds_base"] / sums["tokens_base"]).to_numpy(dtype=np.float64),
         (sums["seconds"] / sums["tokens"]).to_numpy(dtype=np.float64),
     )
