@@ -383,6 +383,11 @@ def _answer(
     return shards
 
 
+def shareable(cfg: DistillConfig) -> bool:
+    """Whether a pipeline may give it several processes: nothing in it is timed."""
+    return True
+
+
 @stage("distill", DistillConfig)
 def main(cfg: DistillConfig) -> None:
     """Entry point."""
