@@ -78,7 +78,7 @@ def run(cfg: PipelineConfig) -> list[Step]:
     raises, with its command in front.
     """
     folder = Path(cfg.paths.outputs) / "pipeline" / cfg.run_id
-    steps = _steps(cfg)
+    steps = all_steps(cfg)
     composed = [_composed(step) for step in steps]  # every mistake in an override shows here
     if cfg.plan:
         _show(steps)
@@ -110,7 +110,7 @@ def run(cfg: PipelineConfig) -> list[Step]:
     return done
 
 
-def _steps(cfg: PipelineConfig) -> list[Step]:
+def all_steps(cfg: PipelineConfig) -> list[Step]:
     """The steps of the records, then the pipeline's own, with all their overrides in one list.
 
     Raises UserError for what is no step, and for `extra` of a stage that no step runs.
