@@ -256,7 +256,11 @@ def few(prompt_set: Any, path: Path | None = None) -> list[Prompt]:
     return _FEW[prompt_set.name]
 
 
-@pytest.mark.parametrize("choice", [*EXPERIMENTS, "table1 records=local-t1"])
+# One seed: it draws the random target too.
+SAMPLED = "table1 records=local-t1 records.seeds=[0]"
+
+
+@pytest.mark.parametrize("choice", [*EXPERIMENTS, SAMPLED])
 def test_every_experiment_runs_in_debug_size(
     choice: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
