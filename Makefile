@@ -6,7 +6,7 @@ PROCESSES ?= 2
 # Large CPU tensors in huge pages: two cores then take 0.22 s for a step of the paper's net, not 0.31.
 export THP_MEM_ALLOC_ENABLE ?= 1
 STAMP := $(VENV)/.installed
-LOCAL := local_table1 local_mixed local_policies $(patsubst conf/experiment/%.yaml,%,$(wildcard conf/experiment/local_ablation_*.yaml))
+EXPERIMENTS := table1 local_mixed local_policies $(patsubst conf/experiment/%.yaml,%,$(wildcard conf/experiment/ablation_*.yaml))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run reproduce-local test quality bench clean
@@ -30,7 +30,7 @@ run: setup ## Learn and measure the block size on the local pair in miniature, w
 	$(PY) -m blockpilot.pipeline experiment=local_quick
 
 reproduce-local: setup ## The local pair's tables in full: hours; give GSM8K and MT-Bench in BLOCKPILOT_PROMPTS
-	for name in $(LOCAL); do $(PY) -m blockpilot.pipeline experiment=$$name processes=$(PROCESSES) || exit; done
+	for name in $(EXPERIMENTS); do $(PY) -m blockpilot.pipeline experiment=$$name records=local processes=$(PROCESSES) || exit; done
 
 test: setup ## Run the tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile

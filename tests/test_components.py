@@ -16,7 +16,7 @@ from blockpilot.base.paths import conf_dir
 STAGE = re.compile(r"-m blockpilot\.(\w+) (?:.*)\bexperiment=([\w-]+)")
 GROUPS = {
     "prompts": "sweep",
-    "drafter": "sweep",
+    "drafter": "generate",
     "recipe": "distill",
     "tracker": "sweep",
     "policy": "generate",
@@ -40,10 +40,7 @@ BY_COST = ("libraspec-exact", "caddtree", "bastion", "bastion-online")
 PATH = {
     "policy-blockpilot": ["policy.path=x"],
     "method-blockpilot": ["policy.path=x"],
-    **{
-        f"method-{name}": ["policy.cost=x"]
-        for name in ("libraspec-exact", "caddtree", "bastion", "bastion-online")
-    },
+    **{f"method-{name}": ["policy.cost=x"] for name in BY_COST},
 }
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
@@ -17,6 +19,7 @@ from stages_kit import SCHEMAS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockpilot.app.config import JobConfig, ModelConfig, StageConfig, typed
+from blockpilot.app.help import stage_help
 from blockpilot.app.rules import validate
 from blockpilot.base.errors import UserError
 from blockpilot.base.paths import conf_dir
@@ -221,6 +224,64 @@ def test_a_prompt_file_adds_one_set_of_its_own_name(path: Path) -> None:
     """So that `prompts=[a,b]` merges."""
     assert path.read_text().startswith("# @package prompts.sets\n")
     assert list(OmegaConf.load(path)) == [path.stem]
+
+
+# Data: what other files explain, or what names its own meaning.
+DATA = (
+    "_target_",
+    "defaults",
+    "hydra",
+    "architecture",
+    "drafters",
+    "formats",
+    "extra",
+    "steps",
+    "sweeps",
+)
+
+
+def uncommented(file: Path) -> list[str]:
+    """Dotted keys of a YAML with no comment beside them and none above."""
+    lines = file.read_text().splitlines()
+    root = yaml.compose(file.read_text())
+    first = root.start_mark.line
+
+    def walk(node: Any, path: str) -> Iterator[str]:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            n, name = key.start_mark.line, key.value
+            if name in DATA:
+                continue
+            beside = " # " in lines[n]
+            above = n > first and lines[n - 1].lstrip().startswith("# ")
+            a_set = file.parent.name == "prompts" and not path  # its head says what it is
+            if not (beside or above or a_set):
+                yield path + name
+            yield from walk(value, f"{path}{name}.")
+
+    return list(walk(root, ""))
+
+
+def test_every_key_has_a_comment() -> None:
+    """Experiments are left out: they set keys that are explained where they stand."""
+    files = [file for file in conf_dir().rglob("*.yaml") if file.parent.name != "experiment"]
+    assert len(files) > len(MODELS) + len(COMPONENTS)
+    found = {str(file.relative_to(conf_dir())): uncommented(file) for file in files}
+    found["distill.yaml"] = [
+        key
+        for key in found["distill.yaml"]
+        if key.split(".")[0] not in ("responses", "new_drafter", "training")
+    ]
+    assert {name: keys for name, keys in found.items() if keys} == {}
+
+
+@pytest.mark.parametrize("stage", SCHEMAS)
+def test_help_shows_every_key_with_its_comment(stage: str) -> None:
+    shown = stage_help(stage)
+    for key in get_type_hints(SCHEMAS[stage]):
+        if key not in ("model", "drafter", "policy", "tracker", "records"):  # groups
+            assert re.search(rf"^{key}:", shown, re.MULTILINE), key
+    assert "seed: 0 # of the sampler" in shown
+    assert ("model: llama3.1-8b" in shown) == issubclass(SCHEMAS[stage], StageConfig)
 
 
 def test_schemas_hold_no_defaults() -> None:

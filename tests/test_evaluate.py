@@ -177,7 +177,7 @@ def test_the_stage_scores_predictors_on_the_test_split(
 def test_policies_that_a_sweep_replayed_are_lines_beside_the_sizes(
     folder: Path, tmp_path: Path
 ) -> None:
-    policies = "mode=replay", "method=[libraspec,tree7,tree15,tree63]"
+    policies = "mode=replay", "method=[libraspec]", "tree_nodes=[7,15,63]"
     texts = write_prompts(tmp_path / "p.jsonl", [*texts_of("policy", 3), *texts_of("test", 3)])
     performed(sweep.run, "sweep", *sweep_arguments(tmp_path, texts, "run_id=run", *policies))
     given = [f"runs=[{tmp_path}/sweep/run]", *outputs(tmp_path)]

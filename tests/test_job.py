@@ -22,24 +22,13 @@ from blockpilot.base.errors import IncompleteError, UserError
 from blockpilot.base.launch import RUN_ID, World, run_id, world
 from blockpilot.base.paths import conf_dir
 
-STAGE = f"""
+STAGE = """
 defaults:
+  - stage/target
   - _self_
-  - model/smollm2-135m
-  - override hydra/job_logging: none
-  - override hydra/callbacks: jobs
-decoding: {{max_new_tokens: 8, temperature: 0, top_k: 0, top_p: 1}}
-paths: {{outputs: out}}
-run_id: ${{oc.env:{RUN_ID}}}
-seed: 0
+decoding: {max_new_tokens: 8}
+paths: {outputs: out}
 device: cpu
-dtype: auto
-attention: sdpa
-weights: pretrained
-threads: null
-hydra:
-  run: {{dir: "${{paths.outputs}}/${{run_id}}"}}
-  sweep: {{dir: "${{paths.outputs}}", subdir: "${{run_id}}-${{hydra.job.num}}"}}
 """
 
 Call = Callable[..., tuple[int, str]]
@@ -51,7 +40,7 @@ def call(
 ) -> Iterator[Call]:
     """Run a stage with a task and command-line arguments: its exit status and stderr."""
     (tmp_path / "stage.yaml").write_text(STAGE)
-    for group in ("model", "hydra"):
+    for group in ("model", "stage"):
         (tmp_path / group).symlink_to(conf_dir() / group)
     monkeypatch.setattr(jobs, "conf_dir", lambda: tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -84,7 +73,7 @@ def test_a_stage_gets_its_checked_configuration_and_exits_with_0(
     code, told = call(lambda cfg: seen.append(cfg), "seed=7", "run_id=mine", "+model=qwen3-4b")
     assert (code, told) == (0, "")
     assert (seen[0].seed, seen[0].run_id, seen[0].model.name) == (7, "mine", "qwen3-4b")
-    assert status(tmp_path / "out/mine")["status"] == "done"
+    assert status(tmp_path / "out/stage/mine")["status"] == "done"
 
 
 @pytest.mark.parametrize(
@@ -132,8 +121,8 @@ def test_a_user_error_is_one_line_and_a_defect_keeps_its_trace(call: Call, tmp_p
     assert code == 1
     assert "in broken" in told
     assert "RuntimeError: a defect" in told
-    assert status(tmp_path / "out/broken")["status"] == "failed"
-    assert "in broken" in (tmp_path / "out/broken/error.txt").read_text()
+    assert status(tmp_path / "out/stage/broken")["status"] == "failed"
+    assert "in broken" in (tmp_path / "out/stage/broken/error.txt").read_text()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
@@ -183,13 +172,13 @@ def test_a_failing_job_hides_no_other(call: Call, tmp_path: Path) -> None:
 
     code, told = call(task, "--multirun", "seed=0,1,2,-3,4", "run_id=m")
     assert code == 1
-    ended = [status(tmp_path / f"out/m-{number}") for number in range(5)]
+    ended = [status(tmp_path / f"out/stage/m-{number}") for number in range(5)]
     assert [facts["status"] for facts in ended] == ["done", "failed", "failed", "failed", "done"]
     assert "first defect" in ended[1]["error"]
     assert ended[2]["error"] == "second mistake"
     assert "seed=-3" in ended[3]["error"]
-    assert "in task" in (tmp_path / "out/m-1/error.txt").read_text()
-    assert not (tmp_path / "out/m-0/error.txt").exists()
+    assert "in task" in (tmp_path / "out/stage/m-1/error.txt").read_text()
+    assert not (tmp_path / "out/stage/m-0/error.txt").exists()
     summary = told.splitlines()[-6:]
     assert summary[0] == "blockpilot.stage: 5 jobs: 2 done, 3 failed, 0 missing"
     assert summary[1] == "  done     0 (seed=0 run_id=m)"
@@ -210,7 +199,7 @@ def test_an_interrupt_ends_a_multirun_and_names_what_is_missing(call: Call, tmp_
         "  missing  1 (seed=1 run_id=m)",
         "  missing  2 (seed=2 run_id=m)",
     ]
-    assert status(tmp_path / "out/m-1")["status"] == "interrupted"
+    assert status(tmp_path / "out/stage/m-1")["status"] == "interrupted"
 
 
 def test_a_job_that_is_run_again_leaves_no_old_trace(call: Call, tmp_path: Path) -> None:
@@ -219,8 +208,8 @@ def test_a_job_that_is_run_again_leaves_no_old_trace(call: Call, tmp_path: Path)
 
     call(broken, "run_id=again")
     assert call(nothing, "run_id=again")[0] == 0
-    assert status(tmp_path / "out/again")["status"] == "done"
-    assert not (tmp_path / "out/again/error.txt").exists()
+    assert status(tmp_path / "out/stage/again")["status"] == "done"
+    assert not (tmp_path / "out/stage/again/error.txt").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"status": "done", "made_by": 5}', '{"status": '])
@@ -259,7 +248,7 @@ def test_a_run_id_is_taken_as_typed(call: Call, tmp_path: Path, given: str) -> N
     assert call(lambda cfg: seen.append(cfg.run_id), f"run_id={given}")[0] == 0
     assert call(lambda cfg: seen.append(cfg.run_id), "-m", f"run_id=a,{given}")[0] == 0
     assert seen == [given, "a-0", f"{given}-1"]
-    folders = {file.parent.name for file in (tmp_path / "out").glob("*/status.json")}
+    folders = {file.parent.name for file in (tmp_path / "out/stage").glob("*/status.json")}
     assert folders == set(seen)
 
 

@@ -8,18 +8,29 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from stages_kit import TINY, command, environment, performed, sweep_arguments, write_prompts
+from stages_kit import (
+    TINY,
+    command,
+    composed,
+    environment,
+    performed,
+    sweep_arguments,
+    write_prompts,
+)
 from test_learning import SMALL, arguments
 
 from blockpilot import pipeline, train
 from blockpilot.app.config import TrainConfig
 from blockpilot.base.errors import IncompleteError, UserError
 from blockpilot.base.paths import conf_dir
+from blockpilot.pipeline import Step
 from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.composed import ComposedSet
 from blockpilot.prompts.docstrings import DocstringSet
@@ -33,34 +44,48 @@ EXPERIMENTS = [
 ]
 
 
-def listed(words: list[str]) -> str:
-    """A list of options as Hydra reads it on a command line."""
-    return "[" + ",".join(json.dumps(word) for word in words) + "]"
+def listed(*words: str) -> str:
+    """A list of overrides as Hydra reads it on a command line."""
+    return json.dumps(words)
+
+
+def stepped(*steps: tuple[str, Sequence[str]]) -> str:
+    """The override `steps=` of stages with their overrides."""
+    return f"steps=[{','.join(f'{{{stage}:{listed(*words)}}}' for stage, words in steps)}]"
 
 
 def given(folder: Path, *more: str) -> list[str]:
     """A pipeline of four tiny steps."""
     outputs = f"{folder}/{{}}/run"
     sweep = [option for option in arguments(folder) if not option.startswith("paths.outputs")]
-    steps = [
-        f"sweep {' '.join(sweep)}",
-        f"dataset run_id=run runs=[{outputs.format('sweep')}]",
-        f"train run_id=run dataset={outputs.format('dataset')} {' '.join(SMALL)}",
-        f"report run_id=run runs=[{outputs.format('sweep')}]",
-    ]
-    return [f"paths.outputs={folder}", "run_id=pipe", f"steps={listed(steps)}", *more]
+    steps = stepped(
+        ("sweep", sweep),
+        ("dataset", ["run_id=run", f"runs=[{outputs.format('sweep')}]"]),
+        ("train", ["run_id=run", f"dataset={outputs.format('dataset')}", *SMALL]),
+        ("report", ["run_id=run", f"runs=[{outputs.format('sweep')}]"]),
+    )
+    return [f"paths.outputs={folder}", "run_id=pipe", steps, *more]
 
 
 def test_steps_run_once_in_their_order_and_leave_their_state(tmp_path: Path) -> None:
     done = performed(pipeline.run, "pipeline", *given(tmp_path))
-    assert [step.command.split()[0] for step in done] == ["sweep", "dataset", "train", "report"]
+    assert [step.stage for step in done] == ["sweep", "dataset", "train", "report"]
     assert all(step.seconds is not None for step in done)
     stored = json.loads((tmp_path / "pipeline/pipe/steps.json").read_text())
-    assert [step["command"] for step in stored] == [step.command for step in done]
+    assert stored == [asdict(step) for step in done]
     status = json.loads((tmp_path / "sweep/run/status.json").read_text())
     assert (status["status"], status["error"]) == ("done", None)
     assert "mode=replay" in status["overrides"]
     assert (tmp_path / "report/run/report.html").exists()
+
+
+def test_steps_of_another_form_are_refused_with_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "pipeline/pipe/steps.json"
+    file.parent.mkdir(parents=True)
+    file.write_text('[{"command": "sweep run_id=run", "seconds": 1.0}]')
+    with pytest.raises(UserError, match=r"steps\.json: no list of steps .*; delete it") as caught:
+        performed(pipeline.run, "pipeline", *given(tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 def test_what_is_done_is_not_repeated_and_a_changed_step_is_with_all_after_it(
@@ -69,11 +94,11 @@ def test_what_is_done_is_not_repeated_and_a_changed_step_is_with_all_after_it(
     ran: list[str] = []
     real = pipeline._perform
 
-    def watched(words: Any, cfg: Any) -> None:
-        ran.append(words[0])
+    def watched(step: Step, cfg: Any) -> None:
+        ran.append(step.stage)
         if ran == ["sweep", "dataset", "train"]:
             raise KeyboardInterrupt
-        real(words, cfg)
+        real(step, cfg)
 
     monkeypatch.setattr(pipeline, "_perform", watched)
     with pytest.raises(KeyboardInterrupt):
@@ -102,19 +127,19 @@ def test_a_step_that_fails_is_told_with_its_command_and_keeps_what_is_done(
 def test_what_replays_shares_its_work_and_what_is_timed_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone: list[list[str]] = []
-    monkeypatch.setattr(pipeline, "_perform", lambda words, cfg: alone.append(words))
+    alone: list[str] = []
+    monkeypatch.setattr(pipeline, "_perform", lambda step, cfg: alone.append(step.stage))
     performed(pipeline.run, "pipeline", *given(tmp_path, "processes=2"))
-    assert [words[0] for words in alone] == ["dataset", "train", "report"]
+    assert alone == ["dataset", "train", "report"]
     rows = pd.read_parquet(tmp_path / "sweep/run/records.parquet")
     assert set(rows["rank"]) == {0, 1}
     assert set(rows["world_size"]) == {2}
     lookup = "drafter._target_=blockpilot.drafters.prompt_lookup.PromptLookupDrafter"
     for number, option in enumerate(("mode=decode", lookup)):  # lookup cannot be replayed
         alone.clear()
-        timed = [*given(tmp_path, "processes=2"), f"extra.sweep={listed([option])}"]
+        timed = [*given(tmp_path, "processes=2"), f"extra.sweep={listed(option)}"]
         performed(pipeline.run, "pipeline", *timed, f"run_id=timed{number}")
-        assert [words[0] for words in alone] == ["sweep", "dataset", "train", "report"]
+        assert alone == ["sweep", "dataset", "train", "report"]
 
 
 def test_processes_that_fail_are_told_with_their_step(
@@ -126,16 +151,20 @@ def test_processes_that_fail_are_told_with_their_step(
 
 
 @pytest.mark.parametrize(
-    ("steps", "told"),
+    ("steps", "error"),
     [
-        ("[dance]", "steps: 'dance' must begin with distill, cost, sweep"),
-        ('["sweep run_id=x radius=-1"]', "sweep run_id=x radius=-1 .*: radius=-1: must be"),
-        ('["sweep run_id=x raduis=1"]', "sweep run_id=x raduis=1 .*raduis"),
-        ('["sweep run_id=x prompts=[a"]', r"sweep run_id=x 'prompts=\[a' .*cannot read"),
+        ("[dance]", "steps: dance: must be one stage with .*; stages: distill, cost, sweep"),
+        ("[{dance:[]}]", r"steps: {'dance': \[\]}: must be one stage"),
+        ("[{sweep:[],train:[]}]", "must be one stage"),
+        ("[{sweep:[7]}]", "steps: 7 is no override"),
+        ("[{sweep:[[run_id=x],[[radius=-1]]]}]", "sweep run_id=x radius=-1 .*: radius=-1: must be"),
+        ("[{sweep:[run_id=x,raduis=1]}]", "sweep run_id=x raduis=1 .*raduis"),
+        ('[{sweep:[run_id=x,"prompts=[a"]}]', r"sweep run_id=x 'prompts=\[a' .*cannot read"),
     ],
 )
-def test_mistakes_are_told_before_the_first_step(tmp_path: Path, steps: str, told: str) -> None:
-    with pytest.raises(UserError, match=told) as caught:
+def test_mistakes_are_told_before_the_first_step(tmp_path: Path, steps: str, error: str) -> None:
+    steps = re.sub(r"(\w+=[\w-]+)", r'"\1"', steps)
+    with pytest.raises(UserError, match=error) as caught:
         performed(
             pipeline.run, "pipeline", "run_id=p", f"paths.outputs={tmp_path}", f"steps={steps}"
         )
@@ -150,10 +179,8 @@ def test_further_options_need_a_step_of_their_stage(tmp_path: Path) -> None:
 
 def test_a_plan_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_prompts(tmp_path / "p.jsonl", ["a"])
-    step = " ".join(sweep_arguments(tmp_path, file))
-    performed(
-        pipeline.run, "pipeline", "run_id=p", f"steps={listed(['sweep ' + step])}", "plan=true"
-    )
+    steps = stepped(("sweep", sweep_arguments(tmp_path, file)))
+    performed(pipeline.run, "pipeline", "run_id=p", steps, "plan=true")
     told = capsys.readouterr().out
     assert "prompts=local" in told
     assert "target forwards, at most" in told, "the sweep's own plan"
@@ -229,9 +256,13 @@ def few(prompt_set: Any, path: Path | None = None) -> list[Prompt]:
     return _FEW[prompt_set.name]
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+# One seed: it draws the random target too.
+SAMPLED = "table1 records=local-t1 records.seeds=[0]"
+
+
+@pytest.mark.parametrize("choice", [*EXPERIMENTS, SAMPLED])
 def test_every_experiment_runs_in_debug_size(
-    name: str, shared: Path, monkeypatch: pytest.MonkeyPatch
+    choice: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLOCKPILOT_PROMPTS", str(shared / "sets"))
     # Tables of tables: seconds each.
@@ -250,16 +281,37 @@ def test_every_experiment_runs_in_debug_size(
         "cost": [*pair, "repeats=1", "contexts=[16]", "sizes=[1,4,19]", "trees=[2,8,16,64]"],
         "train": ["tracker=none", "device=cpu", "epochs=1", "predictor.hidden=4"],
         "evaluate": ["tracker=none"],
-        "dataset": ["sizes=[1,4,16]"] if name in ("local_mixed", "local_policies") else [],
+        "dataset": ["sizes=[1,4,16]"] if choice in ("local_mixed", "local_policies") else [],
     }
-    text = (conf_dir() / "experiment" / f"{name}.yaml").read_text()
-    for records in re.findall(r"/records: ([\w-]+)", text):
-        text += (conf_dir() / "records" / f"{records}.yaml").read_text()
-    used = {each for each in extra if re.search(rf"^ +(- )?{each} ", text, re.MULTILINE)}
-    options = [f"extra.{stage}={listed(extra[stage])}" for stage in used if extra[stage]]
-    done = performed(
-        pipeline.run, "pipeline", f"experiment={name}", f"paths.outputs={shared}", *options
-    )
-    assert done[-1].command.startswith("report ")
-    run_id = done[-1].command.split("run_id=")[1].split()[0]
+    experiment = [f"paths.outputs={shared}", *f"experiment={choice}".split()]
+    used = {step.stage for step in pipeline.all_steps(composed("pipeline", *experiment))}
+    options = [f"extra.{stage}={listed(*extra[stage])}" for stage in used & set(extra)]
+    done = performed(pipeline.run, "pipeline", *experiment, *options)
+    assert done[-1].stage == "report"
+    run_id = done[-1].overrides[0].removeprefix("run_id=")
     assert "<table" in (shared / "report" / run_id / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("choice", "sweeps"),
+    [
+        ("local", ["local-policy", "local-validation", "local-test"]),
+        (
+            "qwen3-t1 records.model=qwen3-8b records.seeds=[0,2]",
+            [
+                f"qwen3-8b-t1-{split}-{seed}"
+                for seed in (0, 2)
+                for split in ("policy", "validation", "test")
+            ],
+        ),
+    ],
+)
+def test_records_are_a_sweep_per_split_and_seed(choice: str, sweeps: list[str]) -> None:
+    cfg = composed("pipeline", "experiment=ablation_k", *f"records={choice}".split())
+    steps = pipeline.all_steps(cfg)
+    run_ids = [step.overrides[0] for step in steps if step.stage == "sweep"]
+    assert run_ids == [f"run_id={run_id}" for run_id in sweeps]
+    folders = ",".join(f"outputs/sweep/{run_id}" for run_id in sweeps)
+    assert cfg.records.runs == folders
+    (first, *_) = [step for step in steps if step.stage == "dataset"]
+    assert f"runs=[{folders}]" in first.overrides

@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from stages_kit import SCHEMAS
 
+from blockpilot.__main__ import main
 from blockpilot.app.config import typed
 from blockpilot.base.paths import conf_dir
 
@@ -50,3 +51,12 @@ def test_the_readme_shows_every_stage_and_both_commands() -> None:
 def test_files_that_a_page_names_exist(page: Path) -> None:
     for name in re.findall(r"\]\(([\w./-]+)\)", page.read_text()):
         assert (page.parent / name).exists(), name
+
+
+def test_python_m_blockpilot_lists_every_stage_with_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main()
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [name for name, _ in lines] == sorted(SCHEMAS)
+    assert all(text for _, text in lines)

@@ -64,7 +64,7 @@ def test_rows_are_those_of_decoding(tmp_path: Path, more: list[str]) -> None:
 
 
 def test_prefill_and_anchors_lie_beside_the_rows(tmp_path: Path) -> None:
-    more = ["replay.keep_features=true", "sizes=[4]", "method=[tree31]"]
+    more = ["replay.keep_features=true", "sizes=[4]", "tree_nodes=[31]"]
     first, second = modes(tmp_path, *more)
     ours, theirs = (tmp_path / "sweep" / name for name in ("run", "decoded"))
     partner = second.set_index(["prompt_id", "turn", "method"])
@@ -206,7 +206,7 @@ def test_a_method_without_a_cost_is_refused_before_the_first_prompt(tmp_path: Pa
     performed(cost.run, "cost", *cost_arguments(tmp_path))
     file = tmp_path / "cost/run/cost.json"
     for more, told in (
-        (["method=[tree7]"], "no cost for tree 8: the curve holds nothing"),
+        (["tree_nodes=[7]"], "no cost for tree 8: the curve holds nothing"),
         (["sizes=[20]"], r"no cost for block size 20: the curve holds 1\.\.17"),
     ):
         with pytest.raises(UserError, match=told):
@@ -295,15 +295,17 @@ def test_a_plan_loads_nothing(
 ) -> None:
     for stage in (sweep, distill, cost):
         monkeypatch.setattr(stage, "load_target", lambda cfg: pytest.fail("a weight was loaded"))
-    performed(sweep.run, "sweep", *arguments(tmp_path, "plan=true", f"mode={mode}"))
+    performed(
+        sweep.run, "sweep", *arguments(tmp_path, "plan=true", f"mode={mode}", "tree_nodes=[7,15]")
+    )
     shown = capsys.readouterr().out
-    for name, value in (("prompts", 4), ("turns", 6), ("rows", 24)):
+    for name, value in (("prompts", 4), ("turns", 6), ("rows", 36)):
         assert any(line.split() == [name, str(value)] for line in shown.splitlines()), name
     assert not (tmp_path / "sweep").exists()
     # Of every slot a token's rank and, per candidate, a token and half a float.
     shape = "model.architecture.vocab_size=300", "decoding.max_new_tokens=100000"
-    for methods, kept in (("[]", 16), ("[tree7]", 16), ("[tree63,tree7]", 63)):
-        given = (*shape, f"method={methods}", "plan=true", "mode=replay")
+    for nodes, kept in (("[]", 16), ("[7]", 16), ("[63,7]", 63)):
+        given = (*shape, f"tree_nodes={nodes}", "plan=true", "mode=replay")
         performed(sweep.run, "sweep", *arguments(tmp_path, *given))
         size = round(6 * (16 * 100_000 * (4 + 6 * kept) + (300 + 32) * 4) / 1e9, 3)
         assert str(size) in capsys.readouterr().out.split()
@@ -317,7 +319,7 @@ def test_a_plan_loads_nothing(
 
 
 def test_further_methods_are_decoded_beside_the_sizes(tmp_path: Path) -> None:
-    more = ["method=[tree7,blockpilot]", "policy.path=random", "mode=decode"]
+    more = ["tree_nodes=[7]", "method=[blockpilot]", "policy.path=random", "mode=decode"]
     records = performed(sweep.run, "sweep", *arguments(tmp_path, *more))
     assert set(records["method"]) == {
         PLAIN,
@@ -356,7 +358,8 @@ def test_other_drafters_are_decoded_beside_the_sizes(tmp_path: Path) -> None:
 
 
 def test_trees_and_chosen_sizes_are_replayed_like_everything_else(tmp_path: Path) -> None:
-    more = ["method=[tree7,tree31,blockpilot]", "policy.path=random", "decoding.max_new_tokens=20"]
+    more = ["tree_nodes=[7,31]", "method=[blockpilot]", "policy.path=random"]
+    more += ["decoding.max_new_tokens=20"]
     first, second = modes(tmp_path, *more)
     assert {"tree7", "tree31", "blockpilot"} < set(first["method"])
     pd.testing.assert_frame_equal(first[SAME], second[SAME])
@@ -365,6 +368,6 @@ def test_trees_and_chosen_sizes_are_replayed_like_everything_else(tmp_path: Path
 
 
 def test_trees_cannot_be_replayed_without_marginals(tmp_path: Path) -> None:
-    more = ["method=[tree7]", "replay.marginals=false"]
+    more = ["tree_nodes=[7]", "replay.marginals=false"]
     with pytest.raises(UserError, match=r"replay.marginals=false: tree7 is replayed from the"):
         performed(sweep.run, "sweep", *arguments(tmp_path, *more))

@@ -7,21 +7,16 @@ in YAML. Components (`drafter`, `policy`, `recipe`, `tracker`, `prompts.sets`) a
 the constructor of a component is its schema.
 """
 
-import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import OmegaConfBaseException
 
+from blockpilot.app.explain import explain
 from blockpilot.app.repo import adopt_repo, drop_drafter
 from blockpilot.app.rules import validate
 from blockpilot.base.errors import UserError
@@ -148,6 +143,7 @@ class SweepConfig(StageConfig):
     tracker: Any
     radius: int
     sizes: list[int]
+    tree_nodes: list[int]  # proposed tokens of DDTree, a method tree<n> each
     block_mode: str
 
 
@@ -208,16 +204,23 @@ class ReportConfig(JobConfig):
 
 @dataclass
 class PipelineRecords:
-    """Schema of conf/records: sweeps that several experiments learn from and are scored on."""
+    """Schema of conf/records: sweeps that several experiments learn from and are scored on.
 
-    name: str
-    options: str  # of every sweep: the model, the budget, the temperature
-    test: str  # options that name the test prompts
+    Overrides are lists of text, which may nest.
+    """
+
+    name: str  # the sweeps' run ids are those of `sweep_ids`
+    model: str | None  # a file of conf/model; null: no records
+    temperature: float
+    seeds: list[int]  # every split is swept once with each
+    options: list[Any]  # overrides of every step that loads the target
+    test: list[Any]  # overrides that choose the test prompts
     timed: int  # test prompts per set that are decoded and timed
-    policies: str  # options of sweeps that replay policies which decide every cycle
-    runs: str  # folders of the sweeps, with commas between them
-    scored: str  # those of them that hold the test prompts
-    steps: list[str]
+    policies: list[Any]  # overrides for policies that decide every cycle
+    steps: list[Any]  # before the sweeps
+    sweeps: dict[str, list[Any]]  # overrides by split
+    runs: str  # folders of all sweeps, with commas between them
+    scored: str  # those of the test split
 
 
 @dataclass
@@ -225,10 +228,22 @@ class PipelineConfig(JobConfig):
     """Schema of conf/pipeline.yaml."""
 
     plan: bool
-    processes: int  # of a step that replays or distills
+    processes: int  # of a step that several may share
     records: PipelineRecords  # its steps come first
-    steps: list[str]  # a stage and its options each
-    extra: dict[str, list[str]]  # further options for every step of a stage
+    steps: list[Any]  # {stage: overrides} each
+    extra: dict[str, list[str]]  # further overrides for every step of a stage
+
+
+def sweep_ids(name: str, splits: Iterable[str], seeds: Sequence[int]) -> list[str]:
+    """Run ids of the sweeps of `records`, seed by seed: <name>-<split>[-<seed>, if several]."""
+    suffixes = [f"-{seed}" for seed in seeds] if len(seeds) > 1 else [""]
+    return [f"{name}-{split}{suffix}" for suffix in suffixes for split in splits]
+
+
+# For YAML: ${sweep_ids:name,[policy,test],[0,1]} gives them with commas between, as in key=[...].
+OmegaConf.register_new_resolver(
+    "sweep_ids", lambda *arguments: ",".join(sweep_ids(*arguments)), replace=True
+)
 
 
 @dataclass
@@ -353,40 +368,3 @@ def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
     validate(merged)
     OmegaConf.set_readonly(merged, True)
     return cast(Schema, merged)
-
-
-def explain(error: Exception) -> str:
-    """Tell an error of Hydra or OmegaConf in one line, with what would have been allowed."""
-    if isinstance(error, OverrideParseException):
-        return (
-            f"cannot read '{error.override}': write key=value, and quote a value that holds "
-            "spaces, commas or brackets, as in 'key=\"a, b\"'"
-        )
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
-        return _unknown_key(cause)
-    lines = str(error).split("\nConfig search path")[0].splitlines()
-    if isinstance(error, OmegaConfBaseException):
-        return f"{error.full_key}: {lines[0]}" if error.full_key else lines[0]
-    return _one_line(lines)
-
-
-def _unknown_key(cause: OmegaConfBaseException) -> str:
-    keys = sorted(str(key) for key in cause.parent_node or () if key != "hydra")
-    near = difflib.get_close_matches(str(cause.key), keys, n=2)
-    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-    parent, _, _ = str(cause.full_key).rpartition(".")
-    place = f"keys of {parent}" if parent else "keys"
-    return f"unknown key {cause.full_key}{hint}; {place}: {', '.join(keys) or 'none'}"
-
-
-def _one_line(lines: list[str]) -> str:
-    """Join lines into one; indented lines are items of the list that the line before announces."""
-    text = ""
-    for line in filter(str.strip, lines):
-        if not text or text[-1] in ".:":
-            separator = " " if text else ""
-        else:
-            separator = ", " if line[0].isspace() else "; "
-        text += separator + line.strip()
-    return text

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from blockpilot.base.errors import UserError
 from blockpilot.base.paths import conf_dir
@@ -25,21 +28,44 @@ def stage_module(name: str) -> str:
 
 def stage_help(name: str) -> str:
     """What `python -m blockpilot.<name> --help` prints: what the stage does and every key."""
-    text = (conf_dir() / f"{name}.yaml").read_text(encoding="utf-8")
-    groups = [
-        f"  {group.name}: {', '.join(sorted(file.stem for file in group.glob('*.yaml')))}"
-        for group in sorted(conf_dir().iterdir())
-        if group.is_dir() and list(group.glob("*.yaml"))
-    ]
+    files = _with_shared(name)
+    listed = sorted({group for file in files for group in _groups(file)} - {"stage"})
+    choices = {
+        group: sorted(file.stem for file in (conf_dir() / group).glob("*.yaml")) for group in listed
+    }
     parts = [
         docstring(name).strip(),
-        f"Keys and their defaults (conf/{name}.yaml); give others as key=value:",
-        text.strip(),
+        "Keys and their defaults; give others as key=value:",
+        *(f"--- conf/{file}.yaml\n{_yaml(file).read_text('utf-8').strip()}" for file in files),
         "Groups; give one as group=name, or +model=name for another model:",
-        "\n".join(groups),
+        "\n".join(f"  {group}: {', '.join(names)}" for group, names in choices.items()),
         "The composed configuration: --cfg job. Several jobs: -m key=a,b.",
     ]
     return "\n\n".join(parts)
+
+
+def _yaml(name: str) -> Path:
+    return conf_dir() / f"{name}.yaml"
+
+
+def _entries(name: str) -> list[str]:
+    """What the defaults of a YAML name: `stage/job`, or `drafter` of `drafter: dflash`."""
+    entries: Any = OmegaConf.to_object(OmegaConf.load(_yaml(name)).defaults)
+    return [
+        str(each if isinstance(each, str) else next(iter(each))).lstrip("/") for each in entries
+    ]
+
+
+def _with_shared(name: str) -> list[str]:
+    """A YAML and those of conf/stage that it is built on."""
+    shared = [each for each in _entries(name) if each.startswith("stage/")]
+    return [name, *(file for each in shared for file in _with_shared(each))]
+
+
+def _groups(name: str) -> list[str]:
+    """Groups that the defaults of a YAML choose from."""
+    groups = [each.partition("/")[0] for each in _entries(name)]
+    return [group for group in groups if (conf_dir() / group).is_dir()]
 
 
 def docstring(name: str) -> str:

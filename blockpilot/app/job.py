@@ -36,7 +36,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from blockpilot.app.config import JobConfig, Schema, as_typed, explain, typed
+from blockpilot.app.config import JobConfig, Schema, as_typed, typed
+from blockpilot.app.explain import explain
 from blockpilot.app.help import stage_help
 from blockpilot.app.multirun import PLANNED, PlannedJob
 from blockpilot.app.status import read_status, status_file, write_status

@@ -144,6 +144,11 @@ def run(cfg: DistillConfig) -> Path:
     return finished
 
 
+def shareable(cfg: DistillConfig) -> bool:
+    """Whether a pipeline may give it several processes: nothing in it is timed."""
+    return True
+
+
 @stage("distill", DistillConfig)
 def main(cfg: DistillConfig) -> None:
     """Entry point."""

@@ -43,7 +43,7 @@ from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import METHOD_FIELDS, PLAIN, SHARED_FIELDS, token_hash
 from blockpilot.records.store import shard
 from blockpilot.sweep.decoded import DecodedSweep
-from blockpilot.sweep.estimate import sweep_estimate
+from blockpilot.sweep.estimate import mode_of, sweep_estimate, tree_policies
 from blockpilot.sweep.replayed import ReplayedSweep
 from blockpilot.sweep.rows import Rows
 from blockpilot.sweep.tables import figures_of, sweep_table, terminal_table
@@ -151,6 +151,11 @@ class Measured:
                 )
 
 
+def shareable(cfg: SweepConfig) -> bool:
+    """Whether a pipeline may give it several processes: beside each other they spoil times."""
+    return mode_of(cfg) == "replay"
+
+
 def new_sweep(
     cfg: SweepConfig,
     target: Target,
@@ -202,7 +207,9 @@ def method_settings(sweep: DecodedSweep | ReplayedSweep, prompt: Prompt) -> dict
 
 
 def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[str, Method]:
-    """Plain decoding, the drafter at every size and under further policies; bound to the target.
+    """Plain decoding, the drafter at every size, with every tree and under further policies.
+
+    All are bound to the target.
 
     Sizes are B-k..B+k around the trained block size B, clipped to what is possible, and those
     listed. Size 1 is plain decoding.
@@ -219,12 +226,14 @@ def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[st
     for size in sorted(sizes - {1}):
         policy = FixedPolicy(block_size=size, block_mode=cfg.block_mode)
         methods[f"{drafter.name}{size}"] = Method(drafter, policy)
+    for name, tree in tree_policies(cfg).items():
+        methods[name] = Method(drafter, tree)
     path = cfg.policy.path
     if path and all(each.get("path") != path for each in cfg.methods.values()):
         raise UserError(f"policy.path={path}: no method reads it; add method=[blockpilot]")
     for name, each in cfg.methods.items():
         if name in methods:
-            raise UserError(f"methods: {name} is a fixed size of this sweep already")
+            raise UserError(f"methods: {name} is a method of this sweep already")
         parts = instantiate(each, _convert_="all")
         if isinstance(parts, dict):
             brought, policy = parts["drafter"], parts["policy"]

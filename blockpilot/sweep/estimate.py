@@ -15,12 +15,21 @@ from blockpilot.base.devices import pick_device, pick_dtype
 from blockpilot.costs.curve import load_cost
 from blockpilot.decoding.anchors import TOP
 from blockpilot.decoding.replay import can_replay
+from blockpilot.policies.tree import TreePolicy
 from blockpilot.prompts.base import Prompt
 
 
 def mode_of(cfg: SweepConfig) -> str:
     """Whether a sweep will `replay` or `decode`: a drafter that cannot be replayed is decoded."""
     return cfg.mode if can_replay(get_class(cfg.drafter["_target_"])) else "decode"
+
+
+def tree_policies(cfg: SweepConfig) -> dict[str, TreePolicy]:
+    """DDTree with every number of nodes in `tree_nodes`, by the name of the method."""
+    return {
+        f"tree{nodes}": TreePolicy(nodes=nodes, cost=None, fit=None, online=False)
+        for nodes in cfg.tree_nodes
+    }
 
 
 def sweep_estimate(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float | str]:
@@ -31,7 +40,8 @@ def sweep_estimate(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, flo
     """
     turns = sum(len(prompt.turns) for prompt in prompts)
     n_sizes = len({*cfg.sizes} - {1}) + 2 * cfg.radius + 1
-    n_methods = n_sizes + len(cfg.methods) + 1  # and plain decoding
+    trees = tree_policies(cfg)
+    n_methods = n_sizes + len(trees) + len(cfg.methods) + 1  # and plain decoding
     budget = cfg.decoding.max_new_tokens
     shape = model_shape(cfg.model)
     width = torch.finfo(pick_dtype(cfg.dtype, cfg.model.dtype, pick_device(cfg.device))).bits // 8
@@ -53,9 +63,12 @@ def sweep_estimate(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, flo
         if cfg.replay.marginals:
             # Methods that bring a drafter of their own are refused in a replay.
             policies = [
-                instantiate(each, _convert_="all")
-                for each in cfg.methods.values()
-                if "_target_" in each
+                *trees.values(),
+                *(
+                    instantiate(each, _convert_="all")
+                    for each in cfg.methods.values()
+                    if "_target_" in each
+                ),
             ]
             kept = max([TOP, *(policy.candidates for policy in policies)])
             kept = min(kept, shape.vocab_size)
