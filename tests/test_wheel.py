@@ -55,7 +55,7 @@ def test_the_wheel_carries_the_package_its_data_and_its_configuration(installed:
 
 
 def test_conf_is_found_in_the_wheel(installed: Path, tmp_path: Path) -> None:
-    show = "from blockpilot.paths import conf_dir; print(conf_dir())"
+    show = "from blockpilot.base.paths import conf_dir; print(conf_dir())"
     assert Path(run(installed, tmp_path, "-c", show).strip()) == installed / "blockpilot" / "conf"
 
 
