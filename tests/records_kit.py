@@ -67,7 +67,6 @@ def make_settings(prompt: int | str = 0, size: int = 1, **changes: Any) -> Setti
         prompt_set="set",
         split="test",
         turn=0,
-        repeat=0,
         method="plain" if plain else f"dflash{size}",
         drafter="none" if plain else "dflash",
         drafter_checkpoint=None if plain else "sha256:1",

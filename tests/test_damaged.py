@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,7 @@ from blockpilot.report.sections import evaluation_sections
 KINDS: dict[str, Kind] = {}
 NET = PredictorConfig((7, 8, 9), "draft", "logits", 6, 1, 0.0, "t", "abc", "float32", None, 5, 4)
 ROW = make_row(1, 8)
-STEP = "report run_id=x runs=[x]"
+STEP = ["report", "run_id=x", "runs=[x]"]
 
 
 @dataclass
@@ -94,7 +93,11 @@ KINDS["settings.json of a replay"] = Kind(
 
 def steps_done(file: Path) -> object:
     """The one step is done, so none begins."""
-    options = [f'steps=["{STEP}"]', f"paths.outputs={file.parents[2]}", "run_id=x"]
+    options = [
+        "steps=[{report: ['run_id=x', 'runs=[x]']}]",
+        f"paths.outputs={file.parents[2]}",
+        "run_id=x",
+    ]
     return pipeline.run(composed("pipeline", *options))
 
 
@@ -109,8 +112,8 @@ def steps_done(file: Path) -> object:
 def steps(folder: Path) -> Path:
     file = folder / "pipeline/x/steps.json"
     file.parent.mkdir(parents=True)
-    command = shlex.join([*STEP.split(), f"paths.outputs={folder}"])
-    file.write_text(json.dumps([{"command": command, "seconds": 1.5}]))
+    step = {"stage": STEP[0], "overrides": [*STEP[1:], f"paths.outputs={folder}"], "seconds": 1.5}
+    file.write_text(json.dumps([step]))
     return file
 
 
@@ -173,7 +176,7 @@ def cost(folder: Path) -> Path:
 
 
 def report(file: Path) -> object:
-    return list(evaluation_sections(Run(file.parent, "evaluate", "e")))
+    return list(evaluation_sections(Run(RunFolder(file.parent), "evaluate", "e")))
 
 
 @kind(

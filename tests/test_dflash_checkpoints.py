@@ -274,7 +274,7 @@ def test_a_hub_out_of_reach_is_told_in_one_line(
     def unreachable(*args: object, **kwargs: object) -> str:
         raise error
 
-    monkeypatch.setattr("blockpilot.hub.snapshot_download", unreachable)
+    monkeypatch.setattr("blockpilot.base.hub.snapshot_download", unreachable)
     first_line = str(error).splitlines()[0]
     refused(Path("z-lab/nowhere"), "neither a folder nor reachable", first_line, "local folder")
 
@@ -289,7 +289,7 @@ def test_the_hub_is_asked_for_safetensors_and_config_alone(
         asked.append((repo, allow_patterns))
         return str(folder)
 
-    monkeypatch.setattr("blockpilot.hub.snapshot_download", download)
+    monkeypatch.setattr("blockpilot.base.hub.snapshot_download", download)
     DFlashDrafter(checkpoint="z-lab/some", ignore_keys=[]).bind(tiny_target("qwen3"))
     assert asked == [("z-lab/some", ["config.json", "*.safetensors"])]
 

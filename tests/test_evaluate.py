@@ -210,7 +210,7 @@ def test_predicted_times_of_policies_are_those_of_the_same_answers(
     ]
     names = ["prompt_id", "seed", "method", "policy", "block_size", "committed"]
     frame = pd.DataFrame(rows, columns=[*names, "predicted_decode_s"]).assign(
-        turn=0, repeat=0, status="ok", temperature=1.0
+        turn=0, status="ok", temperature=1.0
     )
     monkeypatch.setattr("blockpilot.records.run_folder.RunFolder.records", lambda run: frame)
     gains = policy_gains([RunFolder(Path("run"))], {"a": 10.0, "b": 100.0}, 8, curve="x")

@@ -92,9 +92,9 @@ def run_job(folder: Path, overrides: Sequence[str], work: Callable[[], Result]) 
         result = work()
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
-        told, trace = (None, None) if interrupted else (message(error), traceback.format_exc())
+        line, trace = (None, None) if interrupted else (message(error), traceback.format_exc())
         status = "interrupted" if interrupted else "failed"
-        write_status(folder, status, overrides, told, trace)
+        write_status(folder, status, overrides, line, trace)
         raise
     else:
         write_status(folder, "done", overrides)
@@ -202,8 +202,8 @@ def _summarise(label: str, planned: Sequence[PlannedJob]) -> bool:
     lines: dict[str, list[str]] = {"done": [], "failed": [], "missing": []}
     for number, job in enumerate(planned):
         file = status_file(job.folder)
-        ours = job.written.get(file.name) != job.before.get(file.name)
-        found = read_status(file) if ours else None
+        is_new = job.written.get(file.name) != job.before.get(file.name)
+        found = read_status(file) if is_new else None
         status = found.status if found is not None and found.status in lines else "missing"
         error = f": {' '.join(found.error.split())}" if found is not None and found.error else ""
         lines[status].append(f"  {status:8} {number} ({job.overrides}){error}")

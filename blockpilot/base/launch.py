@@ -34,15 +34,15 @@ def world() -> World:
         UserError: the variables are incomplete or contradict each other.
     """
     given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    told = ", ".join(f"{name}={value}" for name, value in given.items())
+    variables = ", ".join(f"{name}={value}" for name, value in given.items())
     try:
         size = int(given["WORLD_SIZE"] or 1)
         rank = int(given["RANK"] or 0)
         local_rank = int(given["LOCAL_RANK"] or rank)
     except ValueError:
-        raise UserError(f"{told}: must be whole numbers") from None
+        raise UserError(f"{variables}: must be whole numbers") from None
     if not 0 <= rank < size or local_rank < 0 or (size > 1 and given["RANK"] is None):
-        raise UserError(f"{told}: must hold 0 <= RANK < WORLD_SIZE; start with torchrun")
+        raise UserError(f"{variables}: must hold 0 <= RANK < WORLD_SIZE; start with torchrun")
     return World(rank, size, local_rank)
 
 

@@ -25,8 +25,8 @@ def digest(network: nn.Module) -> str:
     state = sorted(network.state_dict().items())
     with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter's lock alone
         tensors = list(pool.map(_tensor_digest, (tensor for _, tensor in state)))
-    told = [f"{key} {tensors[place]}" for place, (key, _) in enumerate(state)]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+    lines = [f"{key} {tensor}" for (key, _), tensor in zip(state, tensors, strict=True)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
 def _tensor_digest(tensor: torch.Tensor) -> str:

@@ -126,10 +126,10 @@ class Target:
     def tokenizer_fingerprint(self) -> str:
         """Changes with the tokenizer and its chat template."""
         core = getattr(self.tokenizer, "backend_tokenizer", None)
-        told = json.loads(core.to_str()) if core is not None else self.tokenizer.get_vocab()
-        for state in ("truncation", "padding"):  # of the last call
-            told.pop(state, None)
-        whole = [told, self.tokenizer.special_tokens_map, self.tokenizer.chat_template]
+        state = json.loads(core.to_str()) if core is not None else self.tokenizer.get_vocab()
+        for of_last_call in ("truncation", "padding"):
+            state.pop(of_last_call, None)
+        whole = [state, self.tokenizer.special_tokens_map, self.tokenizer.chat_template]
         text = json.dumps(whole, sort_keys=True, default=str)
         return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:12]
 
@@ -200,9 +200,9 @@ def _hard_end(model: PreTrainedModel) -> int | None:
     cache holds.
     """
     config = model.config.get_text_config()
-    told = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     limits = []
-    for each in (told, *(each for each in told.values() if isinstance(each, dict))):
+    for each in (rope, *(each for each in rope.values() if isinstance(each, dict))):
         if each.get("rope_type") == "dynamic":
             limits.append(config.max_position_embeddings)
         elif each.get("rope_type") == "longrope":

@@ -197,12 +197,12 @@ def load_network(
 
 def check_fits(config: DFlashConfig, target: TargetModel, where: str) -> None:
     """Refuse a drafter of another target by the first mismatch (UserError)."""
-    theirs = target.config
+    target_config = target.config
     rows = target.embed_rows
     for what, drafter, wanted in (
-        ("num_target_layers", config.num_target_layers, theirs.num_hidden_layers),
-        ("hidden_size", config.layers.hidden_size, theirs.hidden_size),
-        ("vocab_size", config.layers.vocab_size, theirs.vocab_size),
+        ("num_target_layers", config.num_target_layers, target_config.num_hidden_layers),
+        ("hidden_size", config.layers.hidden_size, target_config.hidden_size),
+        ("vocab_size", config.layers.vocab_size, target_config.vocab_size),
     ):
         if drafter != wanted:
             raise UserError(
@@ -225,8 +225,8 @@ def new_config(
     mask_token_id: int,
 ) -> DFlashConfig:
     """A drafter as wide as its target, reading `n_target_layers` evenly spaced layers."""
-    theirs: Any = target.config
-    depth = theirs.num_hidden_layers
+    target_config: Any = target.config
+    depth = target_config.num_hidden_layers
     if depth < 2:
         raise UserError(
             f"a DFlash drafter reads layers before the last one; {target.name} has only 1 layer"
@@ -237,7 +237,7 @@ def new_config(
             f"n_target_layers={n_target_layers}: a target of {depth} layers has room for 1..{room}"
         )
     raw = {
-        **new_shape(theirs),
+        **new_shape(target_config),
         "num_hidden_layers": n_layers,
         "block_size": block_size,
         "mask_token_id": mask_token_id,

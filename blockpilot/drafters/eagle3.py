@@ -235,32 +235,32 @@ def load_head(
 
 def check_head(config: Eagle3Config, target: TargetModel, where: str) -> None:
     """Refuse a head of another target by the first mismatch (UserError)."""
-    theirs, ids = target.config, config.target_layer_ids
-    check_layers(ids, theirs.num_hidden_layers, where)
-    if config.layer.vocab_size != theirs.vocab_size:
+    target_config, ids = target.config, config.target_layer_ids
+    check_layers(ids, target_config.num_hidden_layers, where)
+    if config.layer.vocab_size != target_config.vocab_size:
         raise UserError(
             f"drafter {where}: vocab_size={config.layer.vocab_size}, the target has "
-            f"{theirs.vocab_size}; it was trained for another target"
+            f"{target_config.vocab_size}; it was trained for another target"
         )
-    if config.feature_width != len(ids) * theirs.hidden_size:
+    if config.feature_width != len(ids) * target_config.hidden_size:
         raise UserError(
             f"drafter {where}: fc reads {config.feature_width} features, {len(ids)} target layers "
-            f"{list(ids)} have {len(ids)} x {theirs.hidden_size}; it was trained for other layers "
-            "or another target"
+            f"{list(ids)} have {len(ids)} x {target_config.hidden_size}; it was trained for other "
+            "layers or another target"
         )
-    if not config.embeds and config.layer.hidden_size != theirs.hidden_size:
+    if not config.embeds and config.layer.hidden_size != target_config.hidden_size:
         raise UserError(
             f"drafter {where}: hidden_size={config.layer.hidden_size}, the target has "
-            f"{theirs.hidden_size}, and the head has no embedding of its own"
+            f"{target_config.hidden_size}, and the head has no embedding of its own"
         )
 
 
 def new_head(target: TargetModel, vocabulary: Tensor) -> Eagle3Network:
     """A head as wide as its target with random weights, over target ids [K] in increasing order."""
-    theirs: Any = target.config
-    layer = LlamaConfig(**new_shape(theirs), num_hidden_layers=1)
-    ids = default_layers(theirs.num_hidden_layers, "new")
-    width = len(ids) * theirs.hidden_size
+    target_config: Any = target.config
+    layer = LlamaConfig(**new_shape(target_config), num_hidden_layers=1)
+    ids = default_layers(target_config.num_hidden_layers, "new")
+    width = len(ids) * target_config.hidden_size
     config = Eagle3Config(layer, len(vocabulary), width, embeds=False, target_layer_ids=ids)
     check_head(config, target, "new")
     network = Eagle3Network(config)

@@ -102,8 +102,8 @@ class Eagle3Config:
             reader.refuse(f"draft_vocab_size={declared}, but lm_head.weight has {rows} rows")
         if not named:
             named = default_layers(depth, where)
-            told = ", ".join(map(str, named))
-            log.warning("%s names no target layers: it is taken to read %s", where, told)
+            layers = ", ".join(map(str, named))
+            log.warning("%s names no target layers: it is taken to read %s", where, layers)
         check_layers(named, depth, where)
         heads = shape["num_attention_heads"]
         shape["head_dim"] = weights["midlayer.self_attn.q_proj.weight"].shape[0] // heads
@@ -152,8 +152,8 @@ def _named_layers(reader: ConfigReader) -> tuple[int, ...]:
                 reader.refuse(f"{key}={value}: 0 is the embeddings, not built; allowed are >= 1")
             found[key] = ids if key == _NESTED else tuple(i - 1 for i in ids)
     if len(set(found.values())) > 1:
-        told = ", ".join(f"{key} means layers {list(ids)}" for key, ids in found.items())
-        reader.refuse(f"{told}: make them agree")
+        meanings = ", ".join(f"{key} means layers {list(ids)}" for key, ids in found.items())
+        reader.refuse(f"{meanings}: make them agree")
     return next(iter(found.values()), ())
 
 

@@ -15,7 +15,7 @@ from blockpilot.stats.tau import example_names, with_cycles
 log = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"\d+$")
-_ANSWER = ["example", "seed", "repeat"]
+_ANSWER = ["example", "seed"]
 
 
 def policy_gains(

@@ -71,18 +71,24 @@ class BlockSizePolicy:
         config = self.net.config
         dtype = str(target.dtype).removeprefix("torch.")
         if config.dtype != dtype:
-            told = "trained in %s, this is %s: the target is known by its name alone"
-            log.warning(f"policy %s: {told}", self.path, config.dtype, dtype)
+            log.warning(
+                "policy %s: trained in %s, this is %s: the target is known by its name alone",
+                self.path,
+                config.dtype,
+                dtype,
+            )
         same_dtype = config.dtype == dtype
-        for what, theirs, ours in (
+        for what, trained_for, current in (
             ("target", config.target, target.name),
             *([("target weights", config.target_fingerprint, target.fingerprint)] * same_dtype),
             ("vocabulary", config.vocab_size, target.embed_rows),
             ("hidden_size", config.hidden_size, target.config.hidden_size),
             ("drafter", config.drafter, drafter.fingerprint),
         ):
-            if theirs != ours:
-                raise UserError(f"policy {self.path}: trained for {what} {theirs}, this is {ours}")
+            if trained_for != current:
+                raise UserError(
+                    f"policy {self.path}: trained for {what} {trained_for}, this is {current}"
+                )
         self.fingerprint = digest(self.net)
         self.net.to(target.device).eval().requires_grad_(False)
         trained = drafter.trained_block_size

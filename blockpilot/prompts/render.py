@@ -94,11 +94,11 @@ def _dated(date: str) -> str:
     transformers hands no functions to a template, so what a format means is told in Jinja.
     """
     day = datetime.fromisoformat(date)
-    told = "".join(
+    replaced = "".join(
         f".replace({'%' + code!r}, {day.strftime('%' + code)!r})"
         for code in (*"aAbBcdHIjmMpSUwWxXyYe", "-d", "-m")
     )
-    return "{%- macro strftime_now(format) -%}{{ format" + told + " }}{%- endmacro -%}"
+    return "{%- macro strftime_now(format) -%}{{ format" + replaced + " }}{%- endmacro -%}"
 
 
 def _with_one_bos(ids: list[int], bos: int | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""The record: one row per (prompt, turn, method, repeat), its columns, keys and builders.
+"""The record: one row per (prompt, turn, method), its columns, keys and builders.
 
 Status values
     ok       decoded to a stop token or the budget; every measured column is filled
@@ -10,7 +10,7 @@ such row per method, so that completeness is the same question for all rows.
 
 Keys
     key        hash of all `Settings`: the same key means the same measurement
-    group_key  hash of the settings that all methods of a prompt share (everything but turn, repeat
+    group_key  hash of the settings that all methods of a prompt share (everything but turn
                and the method's own fields). Rows of one group are what a speedup may join, and
                only within one session.
 
@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 PLAIN = "plain"  # the method that speedups and equality are measured against
 
 _INTS = pa.list_(pa.int32())
@@ -65,7 +65,6 @@ SCHEMA = pa.schema(
         _column("prompt_set", pa.string()),
         _column("split", pa.string()),
         _column("turn", pa.int32()),
-        _column("repeat", pa.int32()),
         # which method
         _column("method", pa.string()),
         _column("drafter", pa.string()),
@@ -170,7 +169,6 @@ class Settings:
     prompt_set: str
     split: str
     turn: int
-    repeat: int
     method: str
     drafter: str
     drafter_checkpoint: str | None

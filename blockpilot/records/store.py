@@ -43,7 +43,7 @@ T = TypeVar("T")
 _STAMP = "%Y%m%dT%H%M%S.%fZ"
 _READ_TRIES, _READ_PAUSE_S = 100, 0.05  # a rank that resumes may merge hundreds of parts
 _COUNTING = ["key", "group_key", "session_id", "status"]
-_ORDER = ["prompt_id", "turn", "repeat", "method", "block_size", "key"]
+_ORDER = ["prompt_id", "turn", "method", "block_size", "key"]
 
 
 def holds_rows(folder: Path) -> bool:
@@ -204,8 +204,8 @@ def read_table(folder: Path, columns: Sequence[str] | None = None) -> pa.Table:
 def read_records(folder: Path) -> pd.DataFrame:
     """The rows that count as a frame; per-cycle columns hold int32 arrays.
 
-    Nullable integers and booleans come as pandas' own nullable types. Sorted by prompt, turn,
-    repeat and method, so that the order does not depend on the number of ranks. Raises UserError
+    Nullable integers and booleans come as pandas' own nullable types. Sorted by prompt, turn
+    and method, so that the order does not depend on the number of ranks. Raises UserError
     when `folder` is no run folder.
     """
     if not _rank_folders(folder):

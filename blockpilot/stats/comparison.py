@@ -1,6 +1,6 @@
 """Two methods on the same prompts: pairs of rows, times per token, equality of outputs.
 
-Rows are paired by prompt, seed, turn and repeat, within one session.
+Rows are paired by prompt, seed and turn, within one session.
     TPOT     decode_s / (n_new_tokens - 1), seconds per token after the first; of a method: the
              mean over prompts
     speedup  TPOT of plain decoding / TPOT of the method, over the same prompts
@@ -19,7 +19,7 @@ from blockpilot.records.schema import METHOD_FIELDS, PLAIN, SHARED_FIELDS
 from blockpilot.stats.arrays import Floats
 from blockpilot.stats.intervals import Interval, bootstrap
 
-_PAIR = ["prompt_id", "seed", "turn", "repeat"]
+_PAIR = ["prompt_id", "seed", "turn"]
 _METHOD = ["method", "block_size", "block_mode"]  # what a line of a table stands for
 
 
@@ -74,7 +74,7 @@ def pair_with(rows: pd.DataFrame, records: pd.DataFrame, base: str = PLAIN) -> p
 
 
 def with_partners(records: pd.DataFrame, bases: Sequence[str]) -> pd.DataFrame:
-    """Rows whose prompt, seed, turn and repeat every method of `bases` has; those not ok stay."""
+    """Rows whose prompt, seed and turn every method of `bases` has; those not ok stay."""
     answers = pd.MultiIndex.from_frame(records[_PAIR])
     ok = records["status"] == "ok"
     kept = pd.Series(data=True, index=records.index)

@@ -81,7 +81,7 @@ def turn_of(example: str) -> int:
 
 
 def example_taus(records: pd.DataFrame, sizes: Sequence[int]) -> pd.DataFrame:
-    """Examples (`example_names`) x block sizes -> tau, the mean over seeds and repeats.
+    """Examples (`example_names`) x block sizes -> tau, the mean over seeds.
 
     Plain decoding is size 1. For rows of one drafter and block mode. Answers that lack a size or
     had no cycle are left out, so that sizes are averaged over the same seeds.
@@ -106,10 +106,10 @@ def half_taus(records: pd.DataFrame, sizes: Sequence[int]) -> tuple[pd.DataFrame
 
 
 def _answer_taus(records: pd.DataFrame, sizes: Sequence[int]) -> pd.DataFrame:
-    """(example, seed, repeat) x sizes -> tau of the answers that have all of them."""
+    """(example, seed) x sizes -> tau of the answers that have all of them."""
     rows = with_cycles(records)
     rows = rows.assign(example=example_names(rows))
-    table = rows.groupby(["example", "seed", "repeat", "block_size"])["tau"].mean().unstack()
+    table = rows.groupby(["example", "seed", "block_size"])["tau"].mean().unstack()
     return table.reindex(columns=list(sizes)).dropna()
 
 

@@ -169,8 +169,8 @@ def new_sweep(
         if cfg.cost is not None:
             own = {"temperature": cfg.decoding.temperature}
             cost = load_cost(cfg.cost, cost_settings(target, drafter) | own)
-            told = [f"{cost.settings.get(name)}" for name in ("hardware", "threads", "dtype")]
-            log.info("times are predicted for %s, threads %s, %s", *told)
+            names = ("hardware", "threads", "dtype")
+            log.info("times are predicted for %s, threads %s, %s", *map(cost.settings.get, names))
         return ReplayedSweep(cfg, target, methods, run, drafter, cost)
     if cfg.cost is not None:
         raise UserError(f"cost={cfg.cost}: times of decoded rows are measured; set mode=replay")
@@ -281,13 +281,13 @@ def raise_if_incomplete(sweep: Rows, records: pd.DataFrame) -> None:
     exact = records[records["dtype"].isin(["float32", "float64"])]
     unequal = exact[exact["divergence_margin"] > EXACT_MARGIN]
     if len(unequal):
-        told = [
+        outputs = [
             f"{row['prompt_id']} with {row['method']} ({row['divergence_margin']:.2g})"
             for row in unequal.head(5).to_dict("records")
         ]
         raise IncompleteError(
             f"outputs differ from plain decoding by more than rounding explains "
-            f"(margin over {EXACT_MARGIN}): {', '.join(told)}"
+            f"(margin over {EXACT_MARGIN}): {', '.join(outputs)}"
         )
 
 

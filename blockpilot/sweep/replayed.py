@@ -118,10 +118,10 @@ class ReplayedSweep(Rows):
                     skipped_row(self.settings(each.prompt, number, name), each.problem)
                     for name in self.methods
                 ]
-        for each, turn, said in self._answered(ready, number):
+        for each, turn, answered in self._answered(ready, number):
             try:
-                each.rows += self._replayed(each.prompt, number, turn, said)
-                each.answers.append(self.text(said.tokens if said else []))
+                each.rows += self._replayed(each.prompt, number, turn, answered)
+                each.answers.append(self.text(answered.tokens if answered else []))
             except (UserError, RuntimeError) as error:
                 self._fail(each, number, error)
 
@@ -141,34 +141,34 @@ class ReplayedSweep(Rows):
             return [(each, turn, None) for each, turn in ready]
         sampler = self.sampler([turn.hash for _, turn in ready])
         try:
-            said = answer(self.target, [t.ids for _, t in ready], sampler, budget, layers)
+            answers = answer(self.target, [t.ids for _, t in ready], sampler, budget, layers)
         except (UserError, RuntimeError) as error:
             if len(ready) > 1:
                 return [one for pair in ready for one in self._answered([pair], number)]
             self._fail(ready[0][0], number, error)
             return []
-        return [(each, turn, one) for (each, turn), one in zip(ready, said, strict=True)]
+        return [(each, turn, one) for (each, turn), one in zip(ready, answers, strict=True)]
 
     def _replayed(
-        self, prompt: Prompt, number: int, turn: Turn, said: Answer | None
+        self, prompt: Prompt, number: int, turn: Turn, answered: Answer | None
     ) -> list[dict[str, Any]]:
         """One row per method; the per-anchor record and the prefill are stored beside them."""
-        if said is None:
+        if answered is None:
             traces = {name: Trace(stop_reason="budget") for name in self.methods}
         else:
-            self.keep_prefill(prompt, number, said.prefill_logits, said.prefill_hidden)
-            found = self._replay(turn, said)
-            text = Text([*turn.ids, *said.tokens], len(turn.ids))
-            features = said.features if self.cfg.replay.keep_features else None
+            self.keep_prefill(prompt, number, answered.prefill_logits, answered.prefill_hidden)
+            replayed = self._replay(turn, answered)
+            text = Text([*turn.ids, *answered.tokens], len(turn.ids))
+            features = answered.features if self.cfg.replay.keep_features else None
             settings = self.settings(prompt, number, PLAIN)
-            self.run.keep_replay(settings, text, found, features)
-            answered = KnownAnswer(
-                said.tokens, len(turn.ids), said.prefill_logits, said.prefill_hidden
+            self.run.keep_replay(settings, text, replayed, features)
+            known = KnownAnswer(
+                answered.tokens, len(turn.ids), answered.prefill_logits, answered.prefill_hidden
             )
             traces = {}
             for name, policy in self.policies.items():
-                choices = policy.replayed(found, answered)
-                traces[name] = choices.trace(said.tokens, said.stop_reason)
+                choices = policy.replayed(replayed, known)
+                traces[name] = choices.trace(answered.tokens, answered.stop_reason)
         rows = []
         for name, trace in traces.items():
             row = ok_row(self.settings(prompt, number, name), trace, prompt_ids=turn.ids)
@@ -178,10 +178,10 @@ class ReplayedSweep(Rows):
             rows.append(row)
         return rows
 
-    def _replay(self, turn: Turn, said: Answer) -> Replay:
+    def _replay(self, turn: Turn, answered: Answer) -> Replay:
         device = self.target.device
-        ids = torch.tensor([*turn.ids, *said.tokens], device=device)
-        features = None if said.features is None else said.features.to(device)
+        ids = torch.tensor([*turn.ids, *answered.tokens], device=device)
+        features = None if answered.features is None else answered.features.to(device)
         return replay(
             self.drafter,
             ids,

@@ -59,7 +59,6 @@ class Rows:
             prompt_set=prompt.set,
             split=prompt.split,
             turn=turn,
-            repeat=0,
             method=name,
             drafter=drafter.name,
             drafter_checkpoint=drafter.fingerprint,
@@ -90,8 +89,8 @@ class Rows:
         """The conversation up to the next user message, rendered."""
         system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
         messages = [*system, {"role": "user", "content": prompt.turns[0]}]
-        for said, question in zip(answers, prompt.turns[1:], strict=False):
-            messages.append({"role": "assistant", "content": said})
+        for answer, question in zip(answers, prompt.turns[1:], strict=False):
+            messages.append({"role": "assistant", "content": answer})
             messages.append({"role": "user", "content": question})
         model = self.cfg.model
         ids = render(self.target.tokenizer, messages, model.thinking, model.template_date)

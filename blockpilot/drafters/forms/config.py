@@ -222,13 +222,13 @@ def check_layers(ids: Sequence[int], depth: int, where: str) -> None:
         )
 
 
-def static_rope(theirs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def static_rope(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Rotary parameters of a new drafter after those of its target, None where it has none.
 
     The target's own where its angles do not depend on the length and turn whole heads, else plain
     ones with the same base: a drafter that is still to be trained is free in this.
     """
-    rope = dict(theirs or {})
+    rope = dict(parameters or {})
     nested = [value for value in rope.values() if isinstance(value, Mapping)]
     if nested:  # by kind of layer
         rope = dict(rope.get("full_attention") or nested[0])
