@@ -60,8 +60,7 @@ def bound_methods(drafter_file: Path, policy: Path, target: Target) -> Iterator[
             yield f"{size}-{mode}", method
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("tied", "attention"), [(False, "sdpa"), (True, "eager")])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.stem)
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda p: p.stem)

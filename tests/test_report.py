@@ -309,7 +309,7 @@ def test_a_verdict_heads_the_report(tmp_path: Path, run: Path) -> None:
     report_folder = reported(tmp_path, run, folder)
     text = (report_folder / "report.md").read_text()
     verdicts = [
-        "- Decoded sweep run: dflash4, the best of 2 fixed sizes on these very prompts, is 4.00 "
+        "- Decoded sweep run: dflash4, the best of 2 methods on these very prompts, is 4.00 "
         "times as fast as plain decoding (4.00 to 4.00, 95%) by measured time: faster with 3 "
         "prompts",
         "- Evaluation e, tau on unseen prompts: the learned size net gains +0.4% tau (-0.4% to "

@@ -30,9 +30,9 @@ from blockpilot.base.files import make_folder, replace_file
 from blockpilot.base.launch import WAIT
 from blockpilot.base.provenance import facts
 from blockpilot.distill.corpus import Corpus
+from blockpilot.distill.estimate import distill_estimate
 from blockpilot.distill.held_out import held_out_taus
 from blockpilot.distill.model_card import model_card
-from blockpilot.distill.plan import distill_plan
 from blockpilot.distill.prompts import distillation_prompts, requests
 from blockpilot.distill.recipe import Recipe
 from blockpilot.distill.responses import ResponseSettings, answer_all
@@ -54,7 +54,7 @@ def run(cfg: DistillConfig) -> Path:
     name = cfg.new_drafter.name or f"{cfg.model.name}-{recipe.name}-b{block_size}"
     finished = folder / name
     if cfg.plan:
-        show_estimate(distill_plan(cfg, recipe))
+        show_estimate(distill_estimate(cfg, recipe))
         return finished
     make_folder(folder)
     target = load_target(cfg)

@@ -12,7 +12,7 @@ from blockpilot.policies.blockpilot import BlockSizePolicy
 from blockpilot.records.schema import PLAIN
 from blockpilot.sweep.tables import ALL_SETS, names_of
 
-_SPEEDS = {  # what a fixed size is judged by: the first one that a table has
+_SPEEDS = {  # what a method is judged by: the first one that a table has
     "speedup": "by measured time",
     "predicted_speedup": "by predicted time",
     "macro_tau": "nothing was timed",
@@ -61,19 +61,20 @@ def of_timed(lines: pd.DataFrame) -> list[str]:
 
 
 def of_sweep(lines: pd.DataFrame) -> list[str]:
-    """The best fixed size against plain decoding, or nothing where there is none of both.
+    """The best method against plain decoding, or nothing where there is none beside it.
 
     By measured time, else by predicted time, else by tau; `lines` are those of `sweep_table`.
     """
     pooled = lines[lines["set"] == ALL_SETS] if "set" in lines else lines
-    fixed = pooled.assign(name=names_of(pooled))
-    fixed = fixed[fixed["policy"].eq("fixed") & fixed["method"].ne(PLAIN)]
-    column = next((each for each in _SPEEDS if fixed[each].notna().any()), None)
+    methods = pooled.assign(name=names_of(pooled))
+    methods = methods[methods["method"].ne(PLAIN)]
+    column = next((each for each in _SPEEDS if methods[each].notna().any()), None)
     if column is None:
         return []
-    how, best = _SPEEDS[column], fixed.sort_values(column, ascending=False, kind="stable").iloc[0]
+    best = methods.sort_values(column, ascending=False, kind="stable").iloc[0]
+    how = _SPEEDS[column]
     low, high, ratio = best[f"{column}_low"], best[f"{column}_high"], f"{best[column]:.2f}"
-    name = f"{best['name']}, the best of {len(fixed)} fixed sizes on these very prompts,"
+    name = f"{best['name']}, the best of {len(methods)} methods on these very prompts,"
     interval = _interval(low, high, ".2f")
     if column == "macro_tau":
         return [

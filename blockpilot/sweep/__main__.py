@@ -11,8 +11,8 @@ run id again finishes what is missing and repeats nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,17 +35,17 @@ from blockpilot.decoding.loop import Method
 from blockpilot.decoding.protocols import Drafter
 from blockpilot.decoding.replay import can_replay
 from blockpilot.decoding.target import Target
-from blockpilot.drafters.none import NoDrafter
-from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.load import load_prompts
 from blockpilot.records.run_folder import RunFolder
-from blockpilot.records.schema import METHOD_FIELDS, PLAIN, SHARED_FIELDS, token_hash
+from blockpilot.records.schema import token_hash
 from blockpilot.records.store import shard
 from blockpilot.sweep.decoded import DecodedSweep
-from blockpilot.sweep.estimate import mode_of, sweep_estimate, tree_policies
+from blockpilot.sweep.estimate import mode_of, sweep_estimate
+from blockpilot.sweep.methods import sweep_methods
 from blockpilot.sweep.replayed import ReplayedSweep
 from blockpilot.sweep.rows import Rows
+from blockpilot.sweep.settings import method_settings, shared_settings
 from blockpilot.sweep.tables import figures_of, sweep_table, terminal_table
 
 log = logging.getLogger("blockpilot.sweep")  # __name__ is __main__ under python -m
@@ -177,77 +177,6 @@ def new_sweep(
     if cfg.mode == "replay":
         log.warning("drafter %s cannot be replayed: decoding instead", drafter.name)
     return DecodedSweep(cfg, target, methods, run)
-
-
-def shared_settings(
-    sweep: DecodedSweep | ReplayedSweep, prompt: Prompt, machine: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What all rows of a run folder share: a table of others would compare what differs.
-
-    The seed may differ. Times are of one machine, predicted ones of one curve.
-    """
-    row = asdict(sweep.settings(prompt, 0, PLAIN))
-    shared = {name: row[name] for name in SHARED_FIELDS if name != "seed"}
-    if isinstance(sweep, ReplayedSweep):
-        return shared | {"cost": None if sweep.cost is None else sweep.cost.digest()}
-    if sweep.target.device.type == "cpu":
-        return shared | {name: machine[name] for name in ("cpu", "threads")}
-    return shared | {"gpu": machine["gpu"]}
-
-
-def method_settings(sweep: DecodedSweep | ReplayedSweep, prompt: Prompt) -> dict[str, Any]:
-    """What each method of a run folder means; a name may be added, not given another meaning."""
-    rows = {name: asdict(sweep.settings(prompt, 0, name)) for name in sweep.methods}
-    return {
-        f"{name}.{field}": row[field]
-        for name, row in rows.items()
-        for field in METHOD_FIELDS
-        if field != "method"
-    }
-
-
-def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[str, Method]:
-    """Plain decoding, the drafter at every size, with every tree and under further policies.
-
-    All are bound to the target.
-
-    Sizes are B-k..B+k around the trained block size B, clipped to what is possible, and those
-    listed. Size 1 is plain decoding.
-    """
-    plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode=cfg.block_mode))
-    methods = {PLAIN: plain}
-    trained = drafter.trained_block_size
-    sizes = set(cfg.sizes)
-    if trained is not None:
-        widest = trained if cfg.block_mode == "verify" else trained + cfg.radius
-        sizes |= set(range(max(1, trained - cfg.radius), widest + 1))
-    elif sizes - {1}:
-        raise UserError(f"sizes={list(cfg.sizes)}: drafter {drafter.name} has no block size but 1")
-    for size in sorted(sizes - {1}):
-        policy = FixedPolicy(block_size=size, block_mode=cfg.block_mode)
-        methods[f"{drafter.name}{size}"] = Method(drafter, policy)
-    for name, tree in tree_policies(cfg).items():
-        methods[name] = Method(drafter, tree)
-    path = cfg.policy.path
-    if path and all(each.get("path") != path for each in cfg.methods.values()):
-        raise UserError(f"policy.path={path}: no method reads it; add method=[blockpilot]")
-    for name, each in cfg.methods.items():
-        if name in methods:
-            raise UserError(f"methods: {name} is a method of this sweep already")
-        parts = instantiate(each, _convert_="all")
-        if isinstance(parts, dict):
-            brought, policy = parts["drafter"], parts["policy"]
-            if cfg.mode == "replay":
-                raise UserError(
-                    f"method {name} brings its own drafter, {brought.name}: a replay is of one; "
-                    "set mode=decode"
-                )
-        else:
-            brought, policy = drafter, parts
-        methods[str(name)] = Method(brought, policy)
-    for method in methods.values():
-        method.bind(target)
-    return methods
 
 
 def show(records: pd.DataFrame) -> pd.DataFrame:

@@ -15,21 +15,13 @@ from blockpilot.base.devices import pick_device, pick_dtype
 from blockpilot.costs.curve import load_cost
 from blockpilot.decoding.anchors import TOP
 from blockpilot.decoding.replay import can_replay
-from blockpilot.policies.tree import TreePolicy
 from blockpilot.prompts.base import Prompt
+from blockpilot.sweep.methods import tree_policies
 
 
 def mode_of(cfg: SweepConfig) -> str:
     """Whether a sweep will `replay` or `decode`: a drafter that cannot be replayed is decoded."""
     return cfg.mode if can_replay(get_class(cfg.drafter["_target_"])) else "decode"
-
-
-def tree_policies(cfg: SweepConfig) -> dict[str, TreePolicy]:
-    """DDTree with every number of nodes in `tree_nodes`, by the name of the method."""
-    return {
-        f"tree{nodes}": TreePolicy(nodes=nodes, cost=None, fit=None, online=False)
-        for nodes in cfg.tree_nodes
-    }
 
 
 def sweep_estimate(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, float | str]:

@@ -9,7 +9,7 @@ from blockpilot.distill.recipe import Recipe
 from blockpilot.prompts.base import DISTILL, VALIDATION
 
 
-def distill_plan(cfg: DistillConfig, recipe: Recipe) -> dict[str, float | str]:
+def distill_estimate(cfg: DistillConfig, recipe: Recipe) -> dict[str, float | str]:
     """Counts and sizes by name; every answer is taken to use up its budget."""
     prompts = read_prompts(cfg)
     learnt, measured = (
@@ -18,7 +18,7 @@ def distill_plan(cfg: DistillConfig, recipe: Recipe) -> dict[str, float | str]:
     learnt += sum(each.count for each in cfg.responses.self_written.values())
     tokens = (learnt + measured) * cfg.decoding.max_new_tokens
     training = cfg.training
-    plan: dict[str, float | str] = {
+    estimate: dict[str, float | str] = {
         "answers to learn from, at most": learnt,
         "answers to measure on": measured,
         "response tokens, at most": tokens,
@@ -30,5 +30,5 @@ def distill_plan(cfg: DistillConfig, recipe: Recipe) -> dict[str, float | str]:
     if cfg.responses.store_features:
         # Features of the layers and the input of the LM head, 2 bytes a number.
         stored = tokens * (recipe.n_target_layers + 1) * model_shape(cfg.model).hidden_size * 2
-        plan["GB of response features and states in 16 bits, at most"] = round(stored / 1e9, 2)
-    return plan
+        estimate["GB of response features and states in 16 bits, at most"] = round(stored / 1e9, 2)
+    return estimate
