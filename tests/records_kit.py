@@ -7,13 +7,21 @@ Run as a program it plays a sweep into a folder, to be killed at any moment:
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from blockpilot.records.schema import Settings, ok_row, row_key
-from blockpilot.records.store import Store, missing_prompts, shard, write_parquet
+from blockpilot.records.store import (
+    Store,
+    missing_prompts,
+    read_table,
+    shard,
+    write_parquet,
+)
 
 SIZES = (1, 4, 8)
 PROVENANCE = {
@@ -117,10 +125,21 @@ def expected_keys(prompts: Sequence[int], sizes: Sequence[int] = SIZES) -> dict[
     return {f"set/{p}": [row_key(make_settings(p, size)) for size in sizes] for p in prompts}
 
 
+def counting(folder: Path) -> pd.DataFrame:
+    """What a sweep reads of its folder to know what is done."""
+    rows: pd.DataFrame = read_table(folder, ["key", "status"]).to_pandas()
+    return rows
+
+
+def missing(folder: Path, expected: Mapping[str, Sequence[str]]) -> list[str]:
+    """Prompts that a sweep would measure."""
+    return missing_prompts(counting(folder), expected)
+
+
 def play(folder: Path, rank: int, world_size: int, prompts: Sequence[int]) -> None:
     """A sweep without a model: what is missing of this rank's share, one append per prompt."""
     with open_store(folder, rank, world_size) as store:
-        todo = set(missing_prompts(folder, expected_keys(prompts)))
+        todo = set(missing(folder, expected_keys(prompts)))
         for prompt in shard(prompts, rank, world_size):
             if f"set/{prompt}" in todo:
                 store.append(make_row(prompt, size) for size in SIZES)

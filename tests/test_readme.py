@@ -18,6 +18,7 @@ from blockpilot.base.paths import conf_dir
 ROOT = Path(__file__).parents[1]
 COMMAND = re.compile(r"^ {4}.*-m blockpilot\.(\w+) ?(.*)$", re.MULTILINE)
 README = (ROOT / "README.md").read_text()
+GUIDE = (conf_dir() / "README.md").read_text()
 REFERENCE = ROOT / "outputs" / "reference"  # its commands are those of older commits
 
 
@@ -25,10 +26,10 @@ def commands(text: str) -> list[tuple[str, str]]:
     return [(stage, rest.split("  #")[0].strip()) for stage, rest in COMMAND.findall(text)]
 
 
-@pytest.mark.parametrize(("stage", "arguments"), commands(README))
+@pytest.mark.parametrize(("stage", "arguments"), commands(README) + commands(GUIDE))
 def test_every_command_composes_and_fits_its_schema(stage: str, arguments: str) -> None:
     overrides = [word for word in shlex.split(arguments) if word != "-m"]
-    overrides = [word.replace("<name>", "qwen3-4b") for word in overrides]
+    overrides = [word.replace("<name>", "qwen3-4b").replace("<file>", "x") for word in overrides]
     parsed = OverridesParser.create().parse_overrides(overrides)
     for number, each in enumerate(parsed):
         if each.is_sweep_override():  # of a multirun, the first job
@@ -46,7 +47,14 @@ def test_the_readme_shows_every_stage_and_both_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *REFERENCE.glob("*.md")], ids=lambda p: p.name
+    "page",
+    [
+        ROOT / "README.md",
+        *(ROOT / folder / "README.md" for folder in ("blockpilot", "conf")),
+        ROOT / ".github/CONTRIBUTING.md",
+        *REFERENCE.rglob("*.md"),
+    ],
+    ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_files_that_a_page_names_exist(page: Path) -> None:
     for name in re.findall(r"\]\(([\w./-]+)\)", page.read_text()):

@@ -20,10 +20,12 @@ import pytest
 from records_kit import (
     SIZES,
     VARYING,
+    counting,
     expected_keys,
     make_row,
     make_settings,
     make_trace,
+    missing,
     open_store,
     play,
 )
@@ -42,7 +44,6 @@ from blockpilot.records.schema import (
 )
 from blockpilot.records.store import (
     done_keys,
-    missing_prompts,
     read_manifests,
     read_records,
     read_table,
@@ -159,17 +160,17 @@ def test_shards_are_a_partition() -> None:
         shard(range(3), 2, 2)
 
 
-def test_killed_rank_leaves_a_clean_list_of_missing_prompts(tmp_path: Path) -> None:
+def test_killed_rank_leaves_a_clean_list_of_missing(tmp_path: Path) -> None:
     prompts = range(7)
     play(tmp_path, 0, 2, prompts)
     store = open_store(tmp_path, 1, 2)
     store.append(make_row(1, size) for size in SIZES)
     store._lock.close()  # what the system does for a killed process
-    assert missing_prompts(tmp_path, expected_keys(prompts)) == ["set/3", "set/5"]
+    assert missing(tmp_path, expected_keys(prompts)) == ["set/3", "set/5"]
     last = [manifest["sessions"][-1]["status"] for manifest in read_manifests(tmp_path)]
     assert last == ["done", "running"]
     play(tmp_path, 0, 1, prompts)
-    assert missing_prompts(tmp_path, expected_keys(prompts)) == []
+    assert missing(tmp_path, expected_keys(prompts)) == []
     play(tmp_path / "one", 0, 1, prompts)
     pd.testing.assert_frame_equal(_comparable(tmp_path), _comparable(tmp_path / "one"))
 
@@ -243,12 +244,12 @@ def test_prompt_counts_as_done_only_within_one_session(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         store.append([make_row(0, 1), make_row(0, 4)])
         store.append([make_row(1, 1), make_row(1, 4)])
-    assert missing_prompts(tmp_path, expected_keys([0, 1], [1, 4])) == []
+    assert missing(tmp_path, expected_keys([0, 1], [1, 4])) == []
     # A new size is wanted: the old rows cannot be joined with it, so the prompt runs again whole.
-    assert missing_prompts(tmp_path, expected_keys([0, 1])) == ["set/0", "set/1"]
+    assert missing(tmp_path, expected_keys([0, 1])) == ["set/0", "set/1"]
     with open_store(tmp_path) as store:
         store.append(make_row(0, size) for size in SIZES)
-    assert missing_prompts(tmp_path, expected_keys([0, 1])) == ["set/1"]
+    assert missing(tmp_path, expected_keys([0, 1])) == ["set/1"]
     rows = read_records(tmp_path)
     assert rows.groupby("prompt_id")["session_id"].nunique().tolist() == [1, 1]
     assert rows.groupby("prompt_id").size().tolist() == [3, 2]
@@ -256,7 +257,7 @@ def test_prompt_counts_as_done_only_within_one_session(tmp_path: Path) -> None:
     # A later session that wrote only a part supersedes as well: never two sessions in a group.
     with open_store(tmp_path) as store:
         store.append([make_row(0, 4)])
-    assert missing_prompts(tmp_path, expected_keys([0], SIZES)) == ["set/0"]
+    assert missing(tmp_path, expected_keys([0], SIZES)) == ["set/0"]
     assert len(read_records(tmp_path).query("prompt_id == 'set/0'")) == 1
 
 
@@ -271,8 +272,8 @@ def test_failed_prompts_run_again_and_skipped_ones_do_not(tmp_path: Path) -> Non
     with open_store(tmp_path) as store:
         store.append(failed_row(make_settings(0, s), ValueError("inf")) for s in SIZES)
         store.append(skipped_row(make_settings(1, s), "too long") for s in SIZES)
-    assert missing_prompts(tmp_path, expected_keys([0, 1])) == ["set/0"]
-    assert len(done_keys(tmp_path)) == len(SIZES)
+    assert missing(tmp_path, expected_keys([0, 1])) == ["set/0"]
+    assert len(done_keys(counting(tmp_path))) == len(SIZES)
     counts = read_manifests(tmp_path)[0]["sessions"][0]["n_rows"]
     assert counts == {"ok": 0, "skipped": 3, "failed": 3}
     with open_store(tmp_path) as store:
@@ -294,8 +295,8 @@ def test_a_failure_does_not_hide_what_an_earlier_session_measured(tmp_path: Path
     first = rows[rows["prompt_id"] == "set/0"].reset_index(drop=True)
     assert first.equals(before[before["prompt_id"] == "set/0"].reset_index(drop=True))
     assert (rows["prompt_id"] == "set/1").sum() == len(SIZES) + 1
-    assert missing_prompts(tmp_path, expected_keys([0, 1], sizes)) == ["set/0"]
-    assert missing_prompts(tmp_path, expected_keys([0], SIZES)) == []
+    assert missing(tmp_path, expected_keys([0, 1], sizes)) == ["set/0"]
+    assert missing(tmp_path, expected_keys([0], SIZES)) == []
 
 
 def test_sessions_sort_by_age_even_if_the_clock_goes_back(tmp_path: Path) -> None:
@@ -334,9 +335,9 @@ def test_full_disk_is_one_line_and_keeps_what_was_there(
         assert "\n" not in str(caught.value)
         assert str(tmp_path) in str(caught.value)
         store.close(failed=True)
-    assert missing_prompts(tmp_path, expected_keys([0, 1])) == ["set/1"]
+    assert missing(tmp_path, expected_keys([0, 1])) == ["set/1"]
     play(tmp_path, 0, 1, range(2))
-    assert missing_prompts(tmp_path, expected_keys([0, 1])) == []
+    assert missing(tmp_path, expected_keys([0, 1])) == []
 
 
 def test_unwritable_outputs_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,25 +90,6 @@ class RunFolder:
         digest = read_json(file, what="settings").get("cost") if file.exists() else None
         return None if digest is None else str(digest)
 
-    def session(
-        self,
-        *,
-        run_id: str,
-        rank: int,
-        world_size: int,
-        settings: Mapping[str, Any],
-        provenance: Mapping[str, Any],
-    ) -> store.Store:
-        """Where one process adds rows; see `store.Store`."""
-        return store.Store(
-            self.path,
-            run_id=run_id,
-            rank=rank,
-            world_size=world_size,
-            settings=settings,
-            provenance=provenance,
-        )
-
     def columns(self, names: Sequence[str]) -> pa.Table:
         """Some columns of the rows that count; empty when there are none (UserError: damaged)."""
         return store.read_table(self.path, names)

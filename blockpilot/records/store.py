@@ -238,16 +238,14 @@ def read_manifests(folder: Path) -> list[dict[str, Any]]:
     return [manifest for manifest in found if manifest]
 
 
-def done_keys(folder: Path) -> frozenset[str]:
-    """Keys of the rows that count and did not fail, over all ranks."""
-    table = read_table(folder, ["key", "status"])
-    pairs = zip(table["key"].to_pylist(), table["status"].to_pylist(), strict=True)
-    return frozenset(key for key, status in pairs if status != "failed")
+def done_keys(rows: pd.DataFrame) -> frozenset[str]:
+    """Keys of the rows that did not fail; `rows` are those that count, over all ranks."""
+    return frozenset(rows.loc[rows["status"] != "failed", "key"])
 
 
-def missing_prompts(folder: Path, expected: Mapping[str, Collection[str]]) -> list[str]:
+def missing_prompts(rows: pd.DataFrame, expected: Mapping[str, Collection[str]]) -> list[str]:
     """Prompt ids whose expected row keys are not all done, in the order of `expected`."""
-    done = done_keys(folder)
+    done = done_keys(rows)
     return [prompt_id for prompt_id, keys in expected.items() if not done.issuperset(keys)]
 
 

@@ -39,7 +39,7 @@ from blockpilot.prompts.base import Prompt
 from blockpilot.prompts.load import load_prompts
 from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import token_hash
-from blockpilot.records.store import shard
+from blockpilot.records.store import Store, missing_prompts, shard
 from blockpilot.sweep.decoded import DecodedSweep
 from blockpilot.sweep.estimate import mode_of, sweep_estimate
 from blockpilot.sweep.methods import sweep_methods
@@ -84,7 +84,8 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
     measured = Measured.of(run)
     measured.check_prompt_tokens(sweep, prompts)
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    with run.session(
+    with Store(
+        run.path,
         run_id=cfg.run_id,
         rank=rank.rank,
         world_size=rank.size,
@@ -93,7 +94,9 @@ def run(cfg: SweepConfig) -> pd.DataFrame:
     ) as store:
         if rank.rank == 0:
             run.keep_prompts(prompts)
-        todo = measured.missing(sweep, shard(prompts, rank.rank, rank.size))
+        expected = {prompt.id: sweep.expected_keys(prompt) for prompt in prompts}
+        missing = set(missing_prompts(measured.rows, expected))
+        todo = [each for each in shard(prompts, rank.rank, rank.size) if each.id in missing]
         if todo and (lacking := measured.methods - set(methods)):
             log.warning("prompts measured now have no %s, as rows of before", sorted(lacking))
         log.info("%d of %d prompts to do, methods: %s", len(todo), len(prompts), ", ".join(methods))
@@ -127,13 +130,6 @@ class Measured:
     def methods(self) -> set[str]:
         """Names of the methods that have rows."""
         return set(self.rows["method"])
-
-    def missing(
-        self, sweep: DecodedSweep | ReplayedSweep, prompts: Sequence[Prompt]
-    ) -> list[Prompt]:
-        """Prompts that lack a row of some turn and method, or have one that failed."""
-        done = set(self.rows.loc[self.rows["status"] != "failed", "key"])
-        return [prompt for prompt in prompts if not done >= sweep.expected_keys(prompt)]
 
     def check_prompt_tokens(
         self, sweep: DecodedSweep | ReplayedSweep, prompts: Sequence[Prompt]
