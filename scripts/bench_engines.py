@@ -8,7 +8,7 @@ from typing import Any
 from bench_cycle import Section, answer_length
 from rich.table import Table
 
-from blockpilot.decoding.engine import CompiledTarget
+from blockpilot.decoding.compiled import CompiledTarget
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target

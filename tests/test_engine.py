@@ -11,8 +11,8 @@ from decoding_kit import PROMPT, plain, sampler, tiny_target
 from stages_kit import performed, sweep_arguments, write_prompts
 from test_law import DRAFTERS, POLICIES, bound_methods
 
-from blockpilot.decoding import engine
-from blockpilot.decoding.engine import CompiledTarget, StaticCache
+from blockpilot.decoding import compiled
+from blockpilot.decoding.compiled import CompiledTarget, StaticCache
 from blockpilot.decoding.loop import decode
 from blockpilot.decoding.target import Target
 from blockpilot.sweep import __main__ as sweep
@@ -25,7 +25,7 @@ BUDGET = 12
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(engine, "BACKEND", "eager")
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
     monkeypatch.setattr("test_law.SIZES", (1, 5))  # tracing one width takes seconds
 
 

@@ -15,7 +15,7 @@ from decoding_kit import PROMPT, bound_dflash, plain, sampler, tiny_target
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve, CostPoint, cost_settings
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.verify import branches_of
+from blockpilot.decoding.types import Branches
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.tree import FITS, TreePolicy, accepted_by, best_first, paying_nodes
@@ -68,7 +68,7 @@ def test_scores_fall_so_the_expected_length_is_concave_and_trees_nest() -> None:
     assert all(a >= b - 1e-12 for a, b in itertools.pairwise(scores))
     assert len(set(paths_of(tree))) == 40
     assert best_first(logprobs, 15) == tree[:15]
-    branches_of([parent for _, _, parent in tree], torch.device("cpu"))  # parents come first
+    Branches([parent for _, _, parent in tree], torch.device("cpu"))  # parents come first
 
 
 def test_one_candidate_per_slot_is_the_chain() -> None:

@@ -9,11 +9,11 @@ import torch
 from decoding_kit import KINDS, PROMPT, ScriptedDrafter, perfect, plain, sampler, tiny_target
 from torch import Tensor
 
-from blockpilot.decoding.engine import CompiledTarget
+from blockpilot.decoding.compiled import CompiledTarget
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.types import Draft, Trace, Verdict, View
-from blockpilot.decoding.verify import accepted_path, branches_of
+from blockpilot.decoding.types import Branches, Draft, Trace, Verdict, View
+from blockpilot.decoding.verify import accepted_path
 from blockpilot.policies.fixed import FixedPolicy
 
 BUDGET = 18
@@ -128,7 +128,7 @@ def test_a_walk_by_hand() -> None:
 
 
 def test_branches_by_hand_and_a_parent_that_comes_late() -> None:
-    branches = branches_of([0, 0, 1, 2], torch.device("cpu"))
+    branches = Branches([0, 0, 1, 2], torch.device("cpu"))
     assert branches.depths.tolist() == [0, 1, 1, 2, 2]
     assert branches.visible.int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -138,4 +138,4 @@ def test_branches_by_hand_and_a_parent_that_comes_late() -> None:
         [1, 0, 1, 0, 1],
     ]
     with pytest.raises(ValueError, match="node 1 has parent 2: parents come before children"):
-        branches_of([2, 0], torch.device("cpu"))
+        Branches([2, 0], torch.device("cpu"))

@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from blockpilot.base.devices import DTYPES
 from blockpilot.base.errors import UserError
+from blockpilot.decoding.engines import ENGINES
 from blockpilot.decoding.types import BLOCK_MODES
 
-ENGINES = ("eager", "compiled")
 ATTENTION = ("sdpa", "eager")
 MODES = ("replay", "decode")
 WEIGHTS = ("pretrained", "random")

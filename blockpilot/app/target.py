@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from blockpilot.app.config import ModelConfig, StageConfig
 from blockpilot.base.devices import pick_device, pick_dtype
-from blockpilot.decoding.engine import with_engine
+from blockpilot.decoding.engines import with_engine
 from blockpilot.decoding.loading import configuration, pretrained_target, random_target
 from blockpilot.decoding.target import Target
 

@@ -10,22 +10,47 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
+class _Slabs:
+    """Memory of all layers, taken when the first of them is known: one tensor, but for layers of
+    other shapes.
+    """
+
+    def __init__(self, n_layers: int, capacity: int) -> None:
+        self.n_layers, self.capacity = n_layers, capacity
+        self.stacked: Tensor | None = None  # [layers, 2, heads, capacity, head_dim]
+        self.others: list[Tensor] = []  # each [1, heads, capacity, head_dim]
+
+    def of(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Slabs [1, heads, capacity, head_dim] for the keys and values of a layer."""
+        heads, d = keys.shape[1], keys.shape[3]
+        if self.stacked is None and keys.shape == values.shape:
+            # Zeros: what a mask hides is multiplied by zero, and memory may hold no numbers.
+            self.stacked = keys.new_zeros(self.n_layers, 2, heads, self.capacity, d)
+        if self.stacked is not None:
+            mine = self.stacked[layer]
+            if mine.shape[1:] == (heads, self.capacity, d) and keys.shape == values.shape:
+                return mine[:1], mine[1:]
+        own = [
+            each.new_zeros(1, each.shape[1], self.capacity, each.shape[3])
+            for each in (keys, values)
+        ]
+        self.others += own
+        return own[0], own[1]
+
+
 class _SlabLayer(CacheLayerMixin):
-    """One layer's keys and values in a fixed slab [1, heads, capacity, head_dim]."""
+    """One layer's keys and values in fixed slabs [1, heads, capacity, head_dim]."""
 
     is_sliding = False  # all positions are kept; a sliding window is the mask's business
     is_croppable = True
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, slabs: _Slabs, index: int) -> None:
         super().__init__()
-        self.capacity = capacity
+        self._slabs, self._index = slabs, index
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = key_states.new_zeros(*key_states.shape[:2], self.capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(
-            *value_states.shape[:2], self.capacity, value_states.shape[3]
-        )
+        self.keys, self.values = self._slabs.of(self._index, key_states, value_states)
         self.is_initialized = True
 
     def update(
@@ -36,8 +61,10 @@ class _SlabLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         start, end = self.length, self.length + key_states.shape[2]
-        if end > self.capacity:  # a slice past the end would take one token and drop it silently
-            raise ValueError(f"{end} positions exceed the cache's capacity of {self.capacity}")
+        if end > self._slabs.capacity:  # a slice past the end would drop the rest silently
+            raise ValueError(
+                f"{end} positions exceed the cache's capacity of {self._slabs.capacity}"
+            )
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         self.length = end
@@ -50,20 +77,32 @@ class _SlabLayer(CacheLayerMixin):
         return self.length
 
     def get_max_length(self) -> int:
-        return self.capacity
+        return self._slabs.capacity
 
 
 class SlabCache(Cache):
     """Preallocated cache of one sequence with room for `capacity` positions."""
 
     def __init__(self, n_layers: int, capacity: int) -> None:
-        super().__init__(layers=[_SlabLayer(capacity) for _ in range(n_layers)])
+        self._slabs = _Slabs(n_layers, capacity)
+        super().__init__(layers=[_SlabLayer(self._slabs, index) for index in range(n_layers)])
         self.capacity = capacity
 
     @property
     def length(self) -> int:
         """Positions held."""
         return self.layers[0].length
+
+    @property
+    def stacked(self) -> Tensor | None:
+        """Keys and values [layers, 2, heads, capacity, head_dim], where all layers are alike and
+        something was appended."""
+        return None if self._slabs.others else self._slabs.stacked
+
+    def advance(self, n: int) -> None:
+        """Something else than the layers' own code appended n positions."""
+        for layer in self.layers:
+            layer.length += n
 
     def rollback(self, keep: int) -> None:
         """Forget all positions from `keep` on, in time that does not depend on the length."""
@@ -75,7 +114,8 @@ class SlabCache(Cache):
     def compact(self, start: int, index: Tensor) -> None:
         """Keep positions `start + index` (increasing) as `start...`, forget the rest."""
         end = start + index.shape[0]
+        held = [] if self._slabs.stacked is None else [self._slabs.stacked]
+        for slab in (*held, *self._slabs.others):
+            slab[..., start:end, :] = slab[..., start : self.length, :].index_select(-2, index)
         for layer in self.layers:
-            for slab in (layer.keys, layer.values):
-                slab[:, :, start:end] = slab[:, :, start:].index_select(2, index)
             layer.length = end

@@ -80,11 +80,7 @@ def _tried(target: Target) -> str | None:
     def as_a_tree() -> Tensor:
         """The same chain, told as a tree, beside a second branch of one token."""
         cache.rollback(_KEPT)
-        depths = torch.arange(n + 1, device=ids.device)
-        depths[-1] = 1
-        visible = torch.ones(n + 1, n + 1, dtype=torch.bool, device=ids.device).tril()
-        visible[-1, 1:-1] = False
-        branches = Branches(depths, visible)
+        branches = Branches([*range(n - 1), 0], ids.device)
         tree = torch.cat([ids[_KEPT:], ids[:1]])
         return target.forward(tree, cache, n_logits=n + 1, branches=branches).logits[:-1]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 BLOCK_MODES = ("draft", "verify")
@@ -49,10 +51,35 @@ class Draft:
 
 @dataclass(frozen=True)
 class Branches:
-    """Shape of a tree in a forward of n new positions: positions follow depth, sight ancestry."""
+    """Shape of a tree in a forward of n new positions: positions follow depth, sight ancestry.
 
-    depths: Tensor  # [n] int64, 0 for the anchor
-    visible: Tensor  # [n, n] bool: row sees column
+    Node 0 is the anchor; `parents` are those of nodes 1, 2, ... Raises ValueError for a parent that
+    does not precede its child.
+    """
+
+    parents: Sequence[int]  # [n - 1]
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        for node, parent in enumerate(self.parents, start=1):
+            if not 0 <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}: parents come before children")
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """Depths [n] int64, 0 for the anchor."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return torch.tensor(depths, device=self.device)
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """[n, n] bool: the node of a row sees that of a column, an ancestor or itself."""
+        visible = torch.eye(len(self.parents) + 1, dtype=torch.bool)
+        for node, parent in enumerate(self.parents, start=1):
+            visible[node] |= visible[parent]
+        return visible.to(self.device)
 
 
 @dataclass(frozen=True)

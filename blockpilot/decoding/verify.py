@@ -44,7 +44,7 @@ def _verify_tree(
     choose: Choose,
 ) -> Verdict:
     ids = torch.cat([view.anchor, draft.tokens])  # [N + 1]
-    branches = branches_of(parents, ids.device)
+    branches = Branches(parents, ids.device)
     forward = target.forward(ids, cache, n_logits=ids.shape[0], branches=branches)
     own = choose(forward.logits, branches.depths + (view.position + 1))  # [N + 1]
     chosen, proposed = torch.stack([own, ids]).tolist()
@@ -72,18 +72,3 @@ def accepted_path(
     while (after := children.get((path[-1], chosen[path[-1]]))) is not None:
         path.append(after)
     return path
-
-
-def branches_of(parents: Sequence[int], device: torch.device) -> Branches:
-    """Depths [N + 1] and visibility [N + 1, N + 1] of a tree whose parents precede their children.
-
-    Raises ValueError for a parent that does not precede its child.
-    """
-    n = len(parents) + 1
-    depths, visible = [0] * n, torch.eye(n, dtype=torch.bool)
-    for node, parent in enumerate(parents, start=1):
-        if not 0 <= parent < node:
-            raise ValueError(f"node {node} has parent {parent}: parents come before children")
-        depths[node] = depths[parent] + 1
-        visible[node] |= visible[parent]
-    return Branches(torch.tensor(depths, device=device), visible.to(device))

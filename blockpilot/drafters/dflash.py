@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockpilot.base.errors import UserError
+from blockpilot.decoding.native.stack import MOST_ROWS, WHOLE, Rope, Stack, linear
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
@@ -80,37 +81,38 @@ class DFlashDrafter:
         settle(self.network, target)
         self.trained_block_size, self.feature_layers = config.block_size, config.target_layer_ids
         self._target = target
+        self._stack = native_stack(self.network) if target.engine == "native" else None
         mask = torch.tensor([config.mask_token_id], device=target.device)
         self._mask_embedding = target.embed(mask)  # [1, D]
 
     def start(self, view: View, capacity: int) -> None:
         """Room for the keys and values of `capacity` positions, filled with the prompt's."""
         assert view.new_features is not None
-        shape = self.network.config.layers
-        slab = (shape.num_key_value_heads, capacity, shape.head_dim)
-        like = self._mask_embedding
-        self._keys = [like.new_empty(slab) for _ in self.network.layers]
-        self._values = [like.new_empty(slab) for _ in self.network.layers]
+        shape, like = self.network.config.layers, self._mask_embedding
+        self._slab = like.new_empty(
+            len(self.network.layers), 2, shape.num_key_value_heads, capacity, shape.head_dim
+        )
         places = torch.arange(capacity, device=like.device)
-        self._cos, self._sin = self.network.rope(places, like.dtype)
-        self._length = 0
-        self._extend_context(view.new_features)
+        self._rope = Rope(*self.network.rope(places, like.dtype))
+        self._length, self._unread = 0, [view.new_features]
+        self._read_context()
 
     def draft(self, view: View, n_slots: int) -> Draft:
         """Propose `n_slots - 1` tokens; the block needs no rollback, the next one overwrites it."""
+        self._read_context()
         masks = self._mask_embedding.expand(n_slots - 1, -1)
-        hidden = self._block(torch.cat([self._target.embed(view.anchor), masks]))  # [B, D]
-        logits = self._target.logits(hidden[1:])  # [B - 1, V]
+        hidden = self._block(torch.cat([self._target.embed(view.anchor), masks]))  # [B - 1, D]
+        logits = self._target.logits(hidden)  # [B - 1, V]
         self._drafted = True
         return Draft(logits.argmax(dim=-1), logits)
 
     def observe(self, verdict: Verdict) -> None:
-        """Take in the committed positions, also of a cycle that asked for no draft.
+        """Keep the committed positions for the next draft, also of a cycle that asked for none.
 
         Warns once when acceptance says that this drafter belongs to another target.
         """
         assert verdict.features is not None
-        self._extend_context(verdict.features)
+        self._unread.append(verdict.features)
         if not self._drafted:
             return
         self._drafted = False
@@ -134,34 +136,48 @@ class DFlashDrafter:
         blocks = torch.cat([self._target.embed(ids[anchors])[:, None], masks], dim=1)
         return BlockProposals(self.network(features, blocks, anchors)[:, 1:], self._target)
 
-    def _extend_context(self, features: Tensor) -> None:
-        """Append keys and values of positions whose target features [n, F] became known."""
-        start, end = self._length, self._length + features.shape[0]
+    def _read_context(self) -> None:
+        """Append keys and values of the positions whose target features became known."""
+        if not self._unread:
+            return
+        features = torch.cat(self._unread)  # [n, F]
+        self._unread = []
+        start, n = self._length, features.shape[0]
+        self._length = start + n
+        rope = self._rope.at(slice(start, start + n))
+        if self._stack is not None and n <= MOST_ROWS:
+            fused = linear(features, self.network.fc.weight).to(features.dtype)
+            self._stack.extend(self.network.hidden_norm(fused), self._slab, start, rope)
+            return
         context = self.network.context(features)
-        rope = self._cos[start:end], self._sin[start:end]
-        for index, layer in enumerate(self.network.stack):
-            keys, values = layer.self_attn.keys_values(context, *rope)
-            self._keys[index][:, start:end] = keys
-            self._values[index][:, start:end] = values
-        self._length = end
+        for layer, slab in zip(self.network.stack, self._slab, strict=True):
+            slab[0, :, start : start + n], slab[1, :, start : start + n] = (
+                layer.self_attn.keys_values(context, rope.cos, rope.sin)
+            )
 
     def _block(self, x: Tensor) -> Tensor:
-        """Final hidden states [B, D] of one block x [B, D] behind the cached context."""
+        """Final hidden states [B - 1, D] of one block x [B, D] behind the cached context, without
+        the anchor's.
+        """
         start, end = self._length, self._length + x.shape[0]
-        rope = self._cos[start:end], self._sin[start:end]
-        for index, layer in enumerate(self.network.stack):
+        rope = self._rope.at(slice(start, end))
+        if self._stack is not None and x.shape[0] <= MOST_ROWS:
+            outputs = self._stack.forward(x, self._slab, start, rope, WHOLE, n_out=len(x) - 1)
+            return outputs.hidden.to(x.dtype)
+        for layer, slab in zip(self.network.stack, self._slab, strict=True):
             attention = layer.self_attn
             normed = layer.input_layernorm(x)
-            keys, values = self._keys[index], self._values[index]
-            keys[:, start:end], values[:, start:end] = attention.keys_values(normed, *rope)
+            slab[0, :, start:end], slab[1, :, start:end] = attention.keys_values(
+                normed, rope.cos, rope.sin
+            )
             attended = F.scaled_dot_product_attention(
-                attention.queries(normed, *rope)[None],
-                keys[None, :, :end],
-                values[None, :, :end],
+                attention.queries(normed, rope.cos, rope.sin)[None],
+                slab[None, 0, :, :end],
+                slab[None, 1, :, :end],
                 enable_gqa=True,
             )
             x = layer.finish(x, attended[0])
-        return self.network.norm(x)
+        return self.network.norm(x[1:])
 
 
 @dataclass(frozen=True)
@@ -174,6 +190,20 @@ class BlockProposals:
     def logits(self, rows: Tensor, slot: int) -> Tensor:
         """Logits [n, V] of one slot of the anchors `rows` [n]."""
         return self.target.logits(self.hidden[rows, slot])
+
+
+def native_stack(network: DFlashNetwork) -> Stack:
+    """The layers and the final norm for the kernels, where they are now."""
+    shape = network.config.layers
+    return Stack(
+        network.stack,
+        network.norm,
+        heads=shape.num_attention_heads,
+        kv_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        eps=shape.rms_norm_eps,
+        scale=shape.head_dim**-0.5,
+    )
 
 
 def load_network(

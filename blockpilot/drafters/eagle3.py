@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from blockpilot.base.errors import UserError
+from blockpilot.decoding.native.stack import CAUSAL, MOST_ROWS, Rope, Stack, Tree, linear
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
 from blockpilot.drafters.eagle3_net import Eagle3Config, Eagle3Network, default_layers
@@ -99,6 +100,7 @@ class Eagle3Drafter:
         check_head(self.network.config, target, self.checkpoint)
         settle(self.network, target)
         self.feature_layers = self.network.config.target_layer_ids
+        self._stack = native_stack(self.network) if target.engine == "native" else None
         self._embed: Any = self.network.embed_tokens if self.network.config.embeds else target.embed
 
     def start(self, view: View, capacity: int) -> None:
@@ -107,15 +109,16 @@ class Eagle3Drafter:
         shape = self.network.config.layer
         rows = capacity + self.depth * self.top_k
         like = view.new_features
-        slab = (shape.num_key_value_heads, rows, shape.head_dim)
-        self._keys, self._values = like.new_empty(slab), like.new_empty(slab)
-        self._cos, self._sin = self.network.rope(torch.arange(rows, device=like.device), like.dtype)
+        self._slab = like.new_empty(1, 2, shape.num_key_value_heads, rows, shape.head_dim)
+        self._rope = Rope(*self.network.rope(torch.arange(rows, device=like.device), like.dtype))
         self._length = 0
-        self._extend(view.new_features, torch.cat([view.prompt_ids[1:], view.anchor]))
+        self._unread = [view.new_features], [torch.cat([view.prompt_ids[1:], view.anchor])]
+        self._read()
 
     def draft(self, view: View, n_slots: int) -> Draft:
         """The best `n_slots - 1` of the proposals, fewer where there are not so many; one host
         sync, for the shape of the tree."""
+        self._read()
         levels = self._grow(min(self.depth, n_slots - 2))
         tokens = torch.cat([level.tokens for level in levels])
         if self.top_k == 1:
@@ -129,51 +132,72 @@ class Eagle3Drafter:
         return Draft(tokens[best], parents=[node[place] for place in above])
 
     def observe(self, verdict: Verdict) -> None:
-        """Take in the committed positions, also of a cycle that asked for no draft."""
+        """Keep the committed positions for the next draft, also of a cycle that asked for none."""
         assert verdict.features is not None
-        tokens = torch.tensor(verdict.tokens, device=verdict.features.device)
-        self._extend(verdict.features, tokens)
+        self._unread[0].append(verdict.features)
+        self._unread[1].append(torch.tensor(verdict.tokens, device=verdict.features.device))
 
-    def _extend(self, features: Tensor, tokens: Tensor) -> None:
-        """Append rows of features [n, F] whose next tokens [n] are known; keep the last output."""
+    def _read(self) -> None:
+        """Append the rows whose features and next tokens became known; keep the last output."""
+        if not self._unread[0]:
+            return
+        features, tokens = (torch.cat(each) for each in self._unread)
+        self._unread = [], []
         start, end = self._length, self._length + len(tokens)
         places = torch.arange(end, device=tokens.device)
-        seen = places <= places[start:, None]  # [n, end]
-        output = self._pass(self.network.fc(features), tokens, places[start:], start, seen)
+        native = self._stack is not None and len(tokens) <= MOST_ROWS
+        sight = CAUSAL if native else places <= places[start:, None]
+        fused = self._linear(features, self.network.fc)
+        output = self._pass(fused, tokens, places[start:], start, sight)
         self._length, self._last = end, output[-1:]
 
     def _grow(self, n_passes: int) -> list[Level]:
         """Proposals behind the anchor, level by level."""
-        device = self._last.device
         scores, tokens = self._best(self._last)
         levels = [Level(scores[0], tokens[0], torch.full_like(tokens[0], -1))]
         scores, tokens = scores[0], tokens[0]  # [k] of the frontier
-        at = torch.arange(len(tokens), device=device)  # its places among all proposals
-        hidden = self._last.expand(len(tokens), -1)
-        context = torch.ones(len(tokens), self._length, dtype=torch.bool, device=device)
-        seen, n_proposed = context, len(tokens)
+        k = len(tokens)
+        at = torch.arange(k, device=tokens.device)  # its places among all proposals
+        hidden = self._last.expand(k, -1)
+        native = self._stack is not None and k <= MOST_ROWS
+        parents = [-1] * k  # of all rows behind the context, for the kernels
+        ends = [self._length + (level + 1) * k for level in range(n_passes)]
+        seen = torch.zeros(k, max(ends, default=0), dtype=torch.bool, device=tokens.device)
+        seen[:, : self._length] = True  # which slots each row sees, for torch
+        n_proposed = k
         for level in range(n_passes):
-            own = torch.eye(len(tokens), dtype=torch.bool, device=device)
-            seen = torch.cat([seen, own], dim=1)
             position = torch.full_like(tokens, self._length + level)
-            start = self._length + level * len(tokens)
-            output = self._pass(hidden, tokens, position, start, seen)
+            start, end = ends[level] - k, ends[level]
+            seen[:, start:end].fill_diagonal_(True)
+            sight = Tree(self._length, parents) if native else seen[:, :end]
+            output = self._pass(hidden, tokens, position, start, sight)
             gains, children = self._best(output)
             totals, children = (scores[:, None] + gains).flatten(), children.flatten()
             above = at.repeat_interleave(gains.shape[1])
             levels.append(Level(totals, children, above))
-            kept = totals.topk(len(tokens)).indices
+            kept = totals.topk(k).indices
             parent = kept // gains.shape[1]
             scores, tokens, at = totals[kept], children[kept], kept + n_proposed
-            hidden, seen = output[parent], seen[parent]
+            hidden = output[parent]
+            if native:
+                parents += [level * k + row for row in parent.tolist()]
+            else:
+                seen = seen[parent]
             n_proposed += len(totals)
         return levels
 
     def _best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target ids [n, k] of the best next tokens of outputs [n, D]."""
-        logprobs = self.network.logits(hidden).float().log_softmax(dim=-1)
+        logits = self._linear(self.network.norm(hidden), self.network.lm_head)
+        logprobs = logits.float().log_softmax(dim=-1)
         top = logprobs.topk(min(self.top_k, logprobs.shape[-1]), dim=-1)
         return top.values, self.network.target_ids(top.indices)
+
+    def _linear(self, x: Tensor, module: nn.Linear) -> Tensor:
+        """A linear layer without a bias, by the engine's product."""
+        if self._stack is None or len(x) > MOST_ROWS:
+            return module(x)
+        return linear(x, module.weight).to(x.dtype)
 
     def _pass(
         self,
@@ -181,22 +205,45 @@ class Eagle3Drafter:
         tokens: Tensor,  # [n]
         positions: Tensor,  # [n]
         start: int,
-        seen: Tensor,  # [n, start + n] bool
+        sight: str | Tree | Tensor,
     ) -> Tensor:
-        """Outputs [n, D] of rows whose keys and values go to `start...` of the cache."""
-        layer, end = self.network.midlayer, start + len(tokens)
-        x = layer.read(self._embed(tokens), features)
-        rope = self._cos[positions], self._sin[positions]
-        keys, values = layer.self_attn.keys_values(x, *rope)
-        self._keys[:, start:end], self._values[:, start:end] = keys, values
+        """Outputs [n, D] of rows whose keys and values go to `start...` of the cache.
+
+        What they see is a mask [n, start + n] for torch, or told as the kernels want it.
+        """
+        layer, n = self.network.midlayer, len(tokens)
+        x, rope = layer.read(self._embed(tokens), features), self._rope.at(positions)
+        if not isinstance(sight, Tensor):
+            assert self._stack is not None
+            outputs = self._stack.forward(
+                features, self._slab, start, rope, sight, n_out=0, attends=x
+            )
+            return outputs.last.to(features.dtype)
+        keys, values = layer.self_attn.keys_values(x, rope.cos, rope.sin)
+        held = self._slab[0, :, :, : start + n]
+        held[0, :, start:], held[1, :, start:] = keys, values
         attended = F.scaled_dot_product_attention(
-            layer.self_attn.queries(x, *rope)[None],
-            self._keys[None, :, :end],
-            self._values[None, :, :end],
-            attn_mask=seen,
+            layer.self_attn.queries(x, rope.cos, rope.sin)[None],
+            held[None, 0],
+            held[None, 1],
+            attn_mask=sight,
             enable_gqa=True,
         )
         return layer.finish(features, attended[0])
+
+
+def native_stack(network: Eagle3Network) -> Stack:
+    """The layer for the kernels, where it is now."""
+    shape = network.config.layer
+    return Stack(
+        [network.midlayer],
+        network.norm,
+        heads=shape.num_attention_heads,
+        kv_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        eps=shape.rms_norm_eps,
+        scale=shape.head_dim**-0.5,
+    )
 
 
 def load_head(

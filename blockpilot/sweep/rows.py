@@ -77,7 +77,7 @@ class Rows:
             seed=cfg.seed,
             dtype=str(self.target.dtype).removeprefix("torch."),
             attention=cfg.attention,
-            engine=self.cfg.engine,
+            engine=self.target.engine,
             device=self.target.device.type,
             thinking=cfg.model.thinking,
             template_date=cfg.model.template_date,

@@ -129,8 +129,3 @@ class CompiledTarget(Target):
             return output.logits[0], None
         parts = [output.hidden_states[entry][0] for entry in wanted]
         return output.logits[0], torch.cat(parts, dim=-1)
-
-
-def with_engine(target: Target, engine: str) -> Target:
-    """The same target behind the engine called `engine`."""
-    return CompiledTarget(target) if engine == "compiled" else target
