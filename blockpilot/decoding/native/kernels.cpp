@@ -146,10 +146,17 @@ struct Matrix {
   long out, in;
 };
 
-// OB rows of the matrix times RB rows of x. `next` is what will be read after it, or null.
+// Weights that will be read next, fetched while others are multiplied: in each step `count` cache
+// lines, `stride` bytes apart.
+struct Ahead {
+  const char* from;  // null: nothing
+  long count, stride, step;
+};
+
+// OB rows of the matrix times RB rows of x.
 template <int OB, int RB, bool ADD, class W, class S = Sum<W>>
 inline void tile(const W* weight, const W* bias, long in, const S* x, long x_stride, S* y,
-                 long y_stride, const W* next) {
+                 long y_stride, Ahead ahead) {
   constexpr int n = Lanes<S>::n;
   Vec<S> sums[OB][RB];
   for (int o = 0; o < OB; o++)
@@ -159,9 +166,9 @@ inline void tile(const W* weight, const W* bias, long in, const S* x, long x_str
     Vec<S> w[OB];
 #pragma GCC unroll 8
     for (int o = 0; o < OB; o++) w[o] = load(weight + o * in + k);
-    if (next) {
-#pragma GCC unroll 8
-      for (int o = 0; o < OB; o++) __builtin_prefetch(next + o * in + k);
+    if (ahead.from) {
+      for (long i = 0; i < ahead.count; i++) __builtin_prefetch(ahead.from + i * ahead.stride);
+      ahead.from += ahead.step;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < RB; r++) {
@@ -182,33 +189,40 @@ inline void tile(const W* weight, const W* bias, long in, const S* x, long x_str
   }
 }
 
+// OB rows of the matrix times all rows of x, RB at a time. The rows of the matrix after them are
+// fetched meanwhile: by themselves where x is one tile high, evenly over all tiles otherwise.
 template <int OB, int RB, bool ADD, class W, class S = Sum<W>>
 inline void strip(const Matrix<W>& m, long o, const S* x, long x_stride, long rows, S* y,
-                  long y_stride, const W* next) {
+                  long y_stride, bool more) {
+  constexpr long LINE = 64, step = Lanes<S>::n * sizeof(W);
   const W* weight = m.weight + o * m.in;
   const W* bias = m.bias ? m.bias + o : nullptr;
+  const long n_tiles = (rows + RB - 1) / RB, bytes = OB * step / n_tiles;
+  Ahead ahead{nullptr, OB, m.in * long(sizeof(W)), step};
+  if (n_tiles > 1) ahead = {nullptr, (bytes + LINE - 1) / LINE, LINE, bytes};
+  if (more) ahead.from = reinterpret_cast<const char*>(weight + OB * m.in);
   long r = 0;
-  for (; r + RB <= rows; r += RB, next = nullptr)
+  for (; r + RB <= rows; r += RB) {
     tile<OB, RB, ADD>(weight, bias, m.in, x + r * x_stride, x_stride, y + r * y_stride + o,
-                      y_stride, next);
+                      y_stride, ahead);
+    if (more) ahead.from += m.in / Lanes<S>::n * ahead.step;
+  }
   x += r * x_stride, y += r * y_stride + o;
   if constexpr (RB > 3)
-    if (rows - r == 3) tile<OB, 3, ADD>(weight, bias, m.in, x, x_stride, y, y_stride, next);
+    if (rows - r == 3) tile<OB, 3, ADD>(weight, bias, m.in, x, x_stride, y, y_stride, ahead);
   if constexpr (RB > 2)
-    if (rows - r == 2) tile<OB, 2, ADD>(weight, bias, m.in, x, x_stride, y, y_stride, next);
+    if (rows - r == 2) tile<OB, 2, ADD>(weight, bias, m.in, x, x_stride, y, y_stride, ahead);
   if constexpr (RB > 1)
-    if (rows - r == 1) tile<OB, 1, ADD>(weight, bias, m.in, x, x_stride, y, y_stride, next);
+    if (rows - r == 1) tile<OB, 1, ADD>(weight, bias, m.in, x, x_stride, y, y_stride, ahead);
 }
 
 template <int OB, int RB, bool ADD, class W, class S = Sum<W>>
 void strips(const Matrix<W>& m, long begin, long end, const S* x, long x_stride, long rows, S* y,
             long y_stride) {
   long o = begin;
-  for (; o + OB <= end; o += OB) {
-    const W* next = o + 2 * OB <= end ? m.weight + (o + OB) * m.in : nullptr;
-    strip<OB, RB, ADD>(m, o, x, x_stride, rows, y, y_stride, next);
-  }
-  for (; o < end; o++) strip<1, RB, ADD>(m, o, x, x_stride, rows, y, y_stride, (const W*)nullptr);
+  for (; o + OB <= end; o += OB)
+    strip<OB, RB, ADD>(m, o, x, x_stride, rows, y, y_stride, o + 2 * OB <= end);
+  for (; o < end; o++) strip<1, RB, ADD>(m, o, x, x_stride, rows, y, y_stride, false);
 }
 
 // Outputs begin..end of x [rows, in] times the matrix; sixteen vector registers hold the sums.
