@@ -7,8 +7,16 @@ from decoding_kit import plain, sampler, tiny_target
 
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.drafters.prompt_lookup import PromptLookupDrafter, followers
+from blockpilot.drafters.prompt_lookup import IndexedText, PromptLookupDrafter
 from blockpilot.policies.fixed import FixedPolicy
+
+
+def followers(text: list[int], max_ngram: int) -> list[int]:
+    """Grown token by token, as decoding does."""
+    indexed = IndexedText(max_ngram)
+    for token in text:
+        indexed.extend([token])
+    return indexed.followers(len(text))
 
 
 def test_the_longest_ending_wins_then_the_latest_place() -> None:
