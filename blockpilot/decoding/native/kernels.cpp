@@ -16,6 +16,9 @@
 #include <memory>
 #include <type_traits>
 
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
 #include <omp.h>
 
 namespace {
@@ -47,6 +50,20 @@ struct Lanes {
 };
 template <class S>
 using Vec = typename Lanes<S>::type;
+
+// a * b + c. Said outright: left to itself, a compiler fuses the two in one loop and not in another,
+// which rounds differently (hence -ffp-contract=off).
+template <class V>
+inline V multiply_add(V a, V b, V c) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<V, Vec<float>>) return _mm512_fmadd_ps(a, b, c);
+  if constexpr (std::is_same_v<V, Vec<double>>) return _mm512_fmadd_pd(a, b, c);
+#elif defined(__FMA__)
+  if constexpr (std::is_same_v<V, Vec<float>>) return _mm256_fmadd_ps(a, b, c);
+  if constexpr (std::is_same_v<V, Vec<double>>) return _mm256_fmadd_pd(a, b, c);
+#endif
+  return a * b + c;
+}
 
 template <class W>
 inline Vec<Sum<W>> load(const W* from) {
@@ -103,6 +120,7 @@ inline S total(Vec<S> v) {
 
 // exp(x): Cephes' polynomial of degree 5 on [-ln 2 / 2, ln 2 / 2], to about one ulp in float32.
 inline Vec<float> exponential(Vec<float> x) {
+  using F = Vec<float>;
   typedef int32_t Int __attribute__((vector_size(BYTES)));
   const Vec<float> low = Vec<float>{} - 87.3f, high = Vec<float>{} + 88.3f;
   x = x < low ? low : x;
@@ -112,10 +130,10 @@ inline Vec<float> exponential(Vec<float> x) {
   const Vec<float> n = shifted - magic;
   const Vec<float> r = x - n * 0.693359375f + n * 2.12194440e-4f;
   Vec<float> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
+  p = multiply_add<F>(p, r, F{} + 8.3334519073e-3f);
+  p = multiply_add<F>(p, r, F{} + 4.1665795894e-2f);
+  p = multiply_add<F>(p, r, F{} + 1.6666665459e-1f);
+  p = multiply_add<F>(p, r, F{} + 5.0000001201e-1f);
   p = p * r * r + r + 1.0f;
   Int exponent;
   std::memcpy(&exponent, &shifted, sizeof exponent);
@@ -175,7 +193,7 @@ inline void tile(const W* weight, const W* bias, long in, const S* x, long x_str
       Vec<S> each = load(x + r * x_stride + k);
       IN_REGISTER(each);
 #pragma GCC unroll 8
-      for (int o = 0; o < OB; o++) sums[o][r] += w[o] * each;
+      for (int o = 0; o < OB; o++) sums[o][r] = multiply_add<Vec<S>>(w[o], each, sums[o][r]);
     }
   }
   for (int o = 0; o < OB; o++) {
@@ -283,7 +301,7 @@ inline void dots(const S* q, const W* const* keys, long d, S scale, S* to) {
   for (; i + n <= d; i += n) {
     const Vec<S> each = load(q + i);
 #pragma GCC unroll 8
-    for (int j = 0; j < N; j++) sums[j] += each * load(keys[j] + i);
+    for (int j = 0; j < N; j++) sums[j] = multiply_add<Vec<S>>(each, load(keys[j] + i), sums[j]);
   }
   for (int j = 0; j < N; j++) {
     S sum = total<S>(sums[j]);
@@ -332,11 +350,13 @@ void attend(const S* q, const W* keys, const W* values, const Sight& sight, long
     Vec<S> out[MOST];
     for (int v = 0; v < MOST; v++) out[v] = Vec<S>{};
     auto add = [&](const W* row, S weight) {
+      const Vec<S> lanes = Vec<S>{} + weight;
       if (m == MOST) {
 #pragma GCC unroll 8
-        for (int v = 0; v < MOST; v++) out[v] += load(row + v * n) * weight;
+        for (int v = 0; v < MOST; v++)
+          out[v] = multiply_add<Vec<S>>(load(row + v * n), lanes, out[v]);
       } else {
-        for (int v = 0; v < m; v++) out[v] += load(row + v * n) * weight;
+        for (int v = 0; v < m; v++) out[v] = multiply_add<Vec<S>>(load(row + v * n), lanes, out[v]);
       }
     };
     for (j = 0; j < size; j++) add(values + sight.slot(j) * d + i, scores[j]);
@@ -384,6 +404,7 @@ inline float gumbel(uint32_t bits) {
 
 // ln(x) of positive normal numbers: Cephes' polynomial, to some ulp.
 inline Vec<float> logarithm(Vec<float> x) {
+  using F = Vec<float>;
   Ints bits;
   std::memcpy(&bits, &x, sizeof bits);
   bits -= 0x3f3504f3;  // the mantissa to sqrt(1/2)..sqrt(2)
@@ -393,13 +414,13 @@ inline Vec<float> logarithm(Vec<float> x) {
   std::memcpy(&m, &bits, sizeof m);
   m -= 1.0f;
   Vec<float> p = m * 7.0376836292e-2f - 1.1514610310e-1f;
-  p = p * m + 1.1676998740e-1f;
-  p = p * m - 1.2420140846e-1f;
-  p = p * m + 1.4249322787e-1f;
-  p = p * m - 1.6668057665e-1f;
-  p = p * m + 2.0000714765e-1f;
-  p = p * m - 2.4999993993e-1f;
-  p = p * m + 3.3333331174e-1f;
+  p = multiply_add<F>(p, m, F{} + 1.1676998740e-1f);
+  p = multiply_add<F>(p, m, F{} - 1.2420140846e-1f);
+  p = multiply_add<F>(p, m, F{} + 1.4249322787e-1f);
+  p = multiply_add<F>(p, m, F{} - 1.6668057665e-1f);
+  p = multiply_add<F>(p, m, F{} + 2.0000714765e-1f);
+  p = multiply_add<F>(p, m, F{} - 2.4999993993e-1f);
+  p = multiply_add<F>(p, m, F{} + 3.3333331174e-1f);
   return p * m * m * m - m * m * 0.5f + m + e * 0.69314718f;
 }
 
@@ -420,8 +441,7 @@ int64_t choose_row(const S* logits, long vocab, uint32_t row, double temperature
   constexpr float MARGIN = 0.02f;  // twice what the cheap noise can be off
   const float t = float(temperature);
   auto exact = [&](long v) {
-    volatile float noise = t * gumbel(noise_bits(uint32_t(v), row));  // rounded before it is added
-    return logits[v] + S(noise);
+    return logits[v] + S(t * gumbel(noise_bits(uint32_t(v), row)));
   };
   Vec<float> most = Vec<float>{} - INFINITY, wrong{};
   Words token;

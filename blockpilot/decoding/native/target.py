@@ -110,6 +110,7 @@ class NativeTarget(Target):
         """Tokens [n] that the sampler chooses for logits [n, V]; -1 where they are not finite."""
         if sampler.filters or sampler.temperature == 0:
             return super().choose(sampler, logits, positions)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
         return choose(logits, positions, sampler.keys[0], sampler.temperature)
 
     def forward(
