@@ -30,7 +30,6 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from blockpilot.base.errors import UserError
-from blockpilot.base.hub import without_retries
 from blockpilot.base.json_values import first_line
 from blockpilot.base.paths import cache_dir
 from blockpilot.decoding.checks import check_target
@@ -112,15 +111,14 @@ def _pretrained(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     where: dict[str, Any] = {} if isinstance(source, Path) else {"revision": revision}
     try:
-        with without_retries(source):
-            network, found = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=dtype,
-                attn_implementation=attention,
-                output_loading_info=True,
-                **where,
-            )
-            tokenizer = AutoTokenizer.from_pretrained(source, **where)
+        network, found = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            **where,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, **where)
     except _UNREADABLE as error:
         raise UserError(
             f"cannot load {source} ({first_line(error)}); give model.repo a local folder, or make "
@@ -146,8 +144,7 @@ def configuration(
     try:
         if values:
             return AutoConfig.for_model(values.pop("model_type"), **values).get_text_config()
-        with without_retries(repo):
-            return AutoConfig.from_pretrained(repo, revision=revision).get_text_config()
+        return AutoConfig.from_pretrained(repo, revision=revision).get_text_config()
     except (StrictDataclassError, *_UNREADABLE) as error:
         reason = " ".join(str(error).split())
         place = "model.architecture" if architecture else f"the config of {repo}"
