@@ -153,7 +153,8 @@ class Stack:
         self.dtype = first["q"].dtype
         self.working = working_dtype(self.dtype)
         self._type = _TYPES[self.dtype]
-        self._modules = (list(layers), norm, head)  # keeps the memory that is pointed to
+        sizes = heads, kv_heads, head_dim, eps, scale
+        self._made_of = list(layers), norm, head, *sizes  # keeps the memory that is pointed to
         self.width, self.n_layers = first["o"].shape[0], len(tensors)
         self._shape = _Shape(
             self.width,
@@ -176,6 +177,10 @@ class Stack:
         self._head = None if head is None else _checked(head.weight, self.dtype)
         self._head_bias = None if bias is None else _checked(bias, self.dtype)
         self._kernels = kernels()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy points to its own modules' memory."""
+        return _stack, self._made_of
 
     def forward(
         self,
@@ -264,6 +269,13 @@ class Stack:
             rows.base, rows.parents = sight.base, _wholes(sight.parents)
         rows.kept = (cos, sin, attends)  # as long as they are pointed to
         return rows
+
+
+def _stack(
+    layers: list[nn.Module], norm: nn.Module, head: nn.Module | None, *sizes: Any
+) -> Stack:
+    names = ("heads", "kv_heads", "head_dim", "eps", "scale")
+    return Stack(layers, norm, head, **dict(zip(names, sizes, strict=True)))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
