@@ -4,6 +4,8 @@
     python -m blockpilot.cost policy.path=outputs/train/<run id>/predictor    # and its predictor
     python -m blockpilot.sweep cost=outputs/cost/<run id>/cost.json
 
+    python -m blockpilot.cost batch=[1,4,16]    # and forwards over so many sequences at once
+
 A dense model's cost depends on shapes only, so random weights give the real curve.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +35,11 @@ from blockpilot.app.tracking import tracked
 from blockpilot.base.errors import UserError
 from blockpilot.base.files import replace_file
 from blockpilot.base.provenance import facts
+from blockpilot.costs.batch import BatchPoint
 from blockpilot.costs.curve import PARTS, CostCurve, CostPoint, cost_settings, load_cost
+from blockpilot.costs.forwards import BatchGrid, batch_points
 from blockpilot.decoding.loop import Method, check_prompt, decode
-from blockpilot.decoding.protocols import Drafter
+from blockpilot.decoding.protocols import Batchable, Drafter
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Trace
@@ -68,12 +72,15 @@ def run(cfg: CostConfig) -> CostCurve:
     n_cells = (len(set(cfg.sizes)) + len(set(cfg.trees))) * len(contexts)
     n_decodes = n_cells * (cfg.repeats + 1)
     if cfg.plan:
+        # Without its weights the size of the drafter's block, behind trees, is not known.
+        forwards = batch_grid(cfg, None).n_forwards
         show_estimate(
             {
                 "decodes": n_decodes,
                 "target forwards, at most": n_decodes * cfg.decoding.max_new_tokens,
                 "longest context": max(contexts) + cfg.decoding.max_new_tokens,
             }
+            | ({"forwards of batches, about": forwards} if cfg.batch else {})
         )
         return CostCurve({}, {}, [])
     if cfg.decoding.max_new_tokens < 2:
@@ -83,11 +90,19 @@ def run(cfg: CostConfig) -> CostCurve:
     target.stop_ids = frozenset()  # the text is noise; nothing may end it early
     drafter: Drafter = instantiate(cfg.drafter, _convert_="all")
     methods = cost_methods(cfg, drafter, target)
+    grid = batch_grid(cfg, drafter.trained_block_size)
+    if cfg.batch and grid.drafted and not isinstance(drafter, Batchable):
+        raise UserError(
+            f"batch={list(cfg.batch)}: drafter {drafter.name} drafts for one sequence at a time; "
+            "give batch=[], or sizes=[1] trees=[]"
+        )
     temperature = cfg.decoding.temperature  # above 0 a cycle also draws noise
     settings = cost_settings(target, drafter) | {"temperature": temperature}
     file = RunFolder(Path(cfg.paths.outputs) / "cost" / cfg.run_id).cost_curve
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     asked = {name: value for name, value in config.items() if name not in _ASIDE}
+    if not cfg.batch:  # as in folders from before there was the key
+        del asked["batch"]
     weights = {"target_fingerprint": target.fingerprint, "drafter_checkpoint": drafter.fingerprint}
     keep_settings(file.with_name("asked.json"), settings | weights | asked, what="a cost curve")
     if file.exists():
@@ -98,7 +113,8 @@ def run(cfg: CostConfig) -> CostCurve:
     with silent_drafters():
         points = measured(cfg, target, methods, contexts)
         predicting = predictor_seconds(cfg, target, drafter)
-    curve = CostCurve(settings, facts(target.device), points, predicting)
+        batched = batch_seconds(cfg, target, drafter, grid) if cfg.batch else []
+    curve = CostCurve(settings, facts(target.device), points, predicting, batched)
     text = curve.to_json().encode()
     replace_file(file, lambda stream: stream.write(text))
     tell(curve)
@@ -117,12 +133,18 @@ def figures_of(curve: CostCurve) -> dict[str, float]:
     }
     if curve.predictor_s is not None:
         figures["predictor_ms"] = 1e3 * curve.predictor_s[1]
-    return figures
+    return figures | {
+        f"batch{each.batch}_ms/{each.part}{each.positions}/context{each.context}": 1e3
+        * each.seconds
+        for each in curve.batched
+    }
 
 
 def tell(curve: CostCurve) -> None:
     """Print the curve, and how far its medians can be told apart."""
     Console().print(cost_table(curve))
+    if curve.batched:
+        Console().print(batch_table(curve.batched))
     share = 100 * curve.uncertainty()
     log.info("the least certain median has a standard error of about %.1f%%", share)
 
@@ -213,6 +235,34 @@ def predictor_seconds(cfg: CostConfig, target: Target, drafter: Drafter) -> list
     return [float(value) for value in quartiles]
 
 
+def batch_grid(cfg: CostConfig, trained: int | None) -> BatchGrid:
+    """What `batch` asks for: the widths of all sizes and trees, and the blocks drafted for them.
+
+    A tree is grown from a block of the trained size.
+    """
+    sizes, trees = set(cfg.sizes), set(cfg.trees)
+    drafted = sizes - {1}
+    if trees and trained is not None:
+        drafted |= {trained}
+    return BatchGrid(
+        batches=sorted(set(cfg.batch)),
+        contexts=sorted(set(cfg.contexts)),
+        verified=sorted({1} | sizes | trees),  # 1: plain decoding, which others are compared with
+        drafted=sorted(drafted),
+        repeats=cfg.repeats,
+    )
+
+
+def batch_seconds(
+    cfg: CostConfig, target: Target, drafter: Drafter, grid: BatchGrid
+) -> list[BatchPoint]:
+    """Points at the batch sizes, by the models' own code: engines run one sequence at a time."""
+    eager = Target(target.model, target.tokenizer, target.name)
+    drafter.bind(eager)
+    able = drafter if isinstance(drafter, Batchable) else None
+    return batch_points(eager, able, grid, seed=cfg.seed)
+
+
 def per_cycle(trace: Trace) -> dict[str, float]:
     """Seconds per cycle, in all and by part, and `start_s` per answer."""
     parts = {name: getattr(trace, name) for name in ("decode_s", *PARTS)}
@@ -245,6 +295,17 @@ def cost_table(curve: CostCurve) -> Table:
     if curve.predictor_s is not None:
         low, middle, high = (1e3 * value for value in curve.predictor_s)
         table.caption = f"predictor: {middle:.2f} ms per prompt ({low:.2f}-{high:.2f})"
+    return table
+
+
+def batch_table(points: Sequence[BatchPoint]) -> Table:
+    """Milliseconds of a forward over all sequences of a batch: median and quartiles."""
+    title = f"ms per forward of a whole batch, {points[0].engine} whatever the engine"
+    table = Table("batch", "part", "positions", "context", "ms", "quartiles", title=title)
+    for each in points:
+        quartiles = f"{1e3 * each.seconds_q25:.1f}-{1e3 * each.seconds_q75:.1f}"
+        shape = map(str, (each.batch, each.part, each.positions, each.context))
+        table.add_row(*shape, f"{1e3 * each.seconds:.1f}", quartiles)
     return table
 
 

@@ -1,114 +1,84 @@
-"""What a decoding cycle spends its time on, beside the floor that the machine sets.
-
-The floor of a forward is the larger of two times: its weights read once at the machine's measured
-read bandwidth, and its multiplications at the measured rate of a large matrix product.
-"""
+"""A cycle of each kind, engine by engine: time beside its floor, operations, waits, allocations."""
 
 from __future__ import annotations
 
+import copy
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from bench_floor import Machine, Work, drafter_work, target_work
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 
 from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.protocols import Policy
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.types import Trace
+from blockpilot.decoding.target import Target
+from blockpilot.decoding.types import Draft, Trace, Verdict, View
+from blockpilot.drafters.none import NoDrafter
 from blockpilot.generate import Pair
+from blockpilot.policies.fixed import FixedPolicy
+from blockpilot.policies.tree import TreePolicy
+from blockpilot.stats.intervals import bootstrap
 
-N_TOKENS = 48
-PARTS = ("target forward", "drafter forward", "LM heads", "sampling", "rest", "cycle")
+N_TOKENS, N_COUNTED, ROUNDS = 48, 9, 2
+TREES = (8, 16)  # positions, the anchor counted
 
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the bench: a table for the reader, figures for the JSON."""
+    """One part of the bench: tables for the reader, figures for the JSON."""
 
     name: str
-    table: Table
+    tables: list[Table]
     figures: dict[str, Any]
 
 
-class Stopwatch:
-    """Seconds spent inside wrapped calls; waits for the device around them on a GPU."""
+class Copied(NoDrafter):
+    """Proposes the same tokens in every cycle at no cost, as a copy from the text would."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.spent: defaultdict[str, float] = defaultdict(float)
-        self._device = device
+    name = "copied"
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+    def __init__(self, n_slots: int) -> None:
+        self.trained_block_size = n_slots
 
-    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with its time added to `part`."""
+    def draft(self, view: View, n_slots: int) -> Draft:
+        """The anchor, again and again."""
+        return Draft(view.anchor.repeat(n_slots - 1))
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            begin = self._now()
-            result = call(*args, **kwargs)
-            self.spent[part] += self._now() - begin
-            return result
-
-        return wrapper
+    def observe(self, verdict: Verdict) -> None:
+        """Nothing is learnt."""
 
 
-@contextmanager
-def watched(pair: Pair) -> Iterator[Stopwatch]:
-    """Time the target's forwards, the LM head and the sampler while the block runs."""
-    watch, target = Stopwatch(pair.target.device), pair.target
-    head = target.model.get_output_embeddings()
-    plain_head, plain_forward, plain_call = head.forward, target.forward, KeyedSampler.__call__
-    in_target, in_draft = (watch.timed(part, plain_head) for part in ("target head", "draft head"))
-    timed_forward, inside = watch.timed("forward", plain_forward), False
+def kinds(pair: Pair, target: Target) -> dict[str, Method]:
+    """Cycles that tables compare, bound to the pair behind one engine."""
+    drafter = copy.copy(pair.method.drafter)
+    block = drafter.trained_block_size or 1
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        inside = True
-        try:
-            return timed_forward(*args, **kwargs)
-        finally:
-            inside = False
+    def fixed(size: int) -> Policy:
+        return FixedPolicy(block_size=size, block_mode="draft")
 
-    head.forward = lambda *args: (in_target if inside else in_draft)(*args)
-    target.forward = forward  # type: ignore[method-assign]
-    KeyedSampler.__call__ = watch.timed("sampling", plain_call)  # type: ignore[method-assign]
-    try:
-        yield watch
-    finally:
-        head.forward = plain_head
-        del target.forward
-        KeyedSampler.__call__ = plain_call  # type: ignore[method-assign]
+    made = {"plain": Method(NoDrafter(), fixed(1))}
+    if block > 1:
+        made[f"block {block}"] = Method(drafter, fixed(block))
+        made[f"copied {block}"] = Method(Copied(block), fixed(block))
+    if drafter.has_marginals:
+        for positions in TREES:
+            policy = TreePolicy(nodes=positions - 1, cost=None, fit=None, online=False)
+            made[f"tree {positions}"] = Method(drafter, policy)
+    return {name: method.bind(target) for name, method in made.items()}
 
 
-def measure(pair: Pair, method: Method, ids: list[int]) -> tuple[Trace, dict[str, float]]:
-    """One decode; milliseconds per cycle by part, the prefill left out."""
-    cfg = pair.cfg.decoding
-    sampler = KeyedSampler(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
-    with watched(pair) as watch:
-        at_prefill: dict[str, float] = {}
-
-        def emit(tokens: list[int]) -> None:
-            if not at_prefill:  # the first call comes at the end of the prefill
-                at_prefill.update({"forward": 0.0, **watch.spent})
-
-        trace = decode(pair.target, method, ids, sampler, answer_length(pair, N_TOKENS), emit=emit)
-        spent = {k: v - at_prefill.get(k, 0.0) for k, v in watch.spent.items()}
-    parts = {
-        "target forward": spent["forward"] - spent["target head"],
-        "drafter forward": trace.draft_s - spent.get("draft head", 0.0),
-        "LM heads": spent["target head"] + spent.get("draft head", 0.0),
-        "sampling": spent["sampling"],
-        "cycle": trace.decode_s,
-    }
-    parts["rest"] = trace.decode_s - sum(parts[part] for part in PARTS[:4])
-    return trace, {k: 1000 * v / len(trace.committed) for k, v in parts.items()}
+def works(target: Target, method: Method, context: int) -> list[Work]:
+    """Forwards of one cycle."""
+    positions = method.policy.block_size or 1
+    drafted = method.policy.block_of.drafted if method.policy.tree else positions  # type: ignore[attr-defined]
+    draft = drafter_work(target, method.drafter, drafted, context) if positions > 1 else []
+    return [target_work(target, positions, context), *draft]
 
 
 def answer_length(pair: Pair, most: int) -> int:
@@ -116,85 +86,128 @@ def answer_length(pair: Pair, most: int) -> int:
     return min(most, pair.cfg.decoding.max_new_tokens)
 
 
-def summary(values: list[float]) -> str:
-    """Median and the middle half."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.1f} ({low:.1f}-{high:.1f})"
+def bench_cycle(
+    pair: Pair, targets: dict[str, Target], prompts: list[list[int]], machine: Machine
+) -> Section:
+    """Milliseconds per cycle, engines and kinds interleaved there and back, at T = 0 and at T = 1.
 
-
-@dataclass(frozen=True)
-class Machine:
-    """Measured limits: bytes read and multiply-adds (counted twice) done per second."""
-
-    bytes_s: float
-    flops_s: float
-
-
-def machine_limits(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Best of several runs over 512 MiB, and of a square matrix product in `dtype`."""
-    n = 2**27
-    text = torch.ones(n, device=device)  # float32: 4 bytes each
-    read = min(seconds(device, lambda: text.sum()) for _ in range(5))
-    size = 2048 if device.type == "cpu" else 8192
-    matrix = torch.ones(size, size, dtype=dtype, device=device)
-    product = min(seconds(device, lambda: matrix @ matrix) for _ in range(5))
-    return Machine(4 * n / read, 2 * size**3 / product)
-
-
-def seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Wall time of some work, the device's queue included."""
-    watch = Stopwatch(device)
-    watch.timed("work", work)()
-    return watch.spent["work"]
-
-
-def floor_ms(pair: Pair, machine: Machine, block_size: int) -> float:
-    """Milliseconds that a cycle must take: target, drafter and both LM heads."""
-    head = pair.target.model.get_output_embeddings().weight
-    inside = sum(w.numel() for w in pair.target.layers.parameters())
-    forwards = [(inside + head.numel(), block_size)]
-    network = getattr(pair.method.drafter, "network", None)
-    if block_size > 1 and network is not None:
-        drafter = sum(w.numel() for w in network.parameters())
-        forwards.append((drafter + head.numel(), block_size))
-    total = 0.0
-    for weights, tokens in forwards:
-        read = weights * head.element_size() / machine.bytes_s
-        total += max(read, 2 * weights * tokens / machine.flops_s)
-    return 1000 * total
-
-
-def bench_cycle(pair: Pair, methods: dict[str, Method], prompts: list[list[int]]) -> Section:
-    """Parts of a cycle per method: medians over prompts with the middle half."""
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
-    taus: dict[str, list[float]] = {name: [] for name in methods}
+    Medians over prompts with the 95% interval of the median.
+    """
+    methods = {engine: kinds(pair, target) for engine, target in targets.items()}
+    runs = [
+        (engine, kind, temperature)
+        for engine in targets
+        for kind in methods[engine]
+        for temperature in (0.0, 1.0)
+        if temperature == 0 or kind in ("plain", f"block {pair.method.drafter.trained_block_size}")
+    ]
+    spent: defaultdict[tuple[str, str, float], list[float]] = defaultdict(list)
+    taus: defaultdict[tuple[str, str, float], list[float]] = defaultdict(list)
+    n_tokens = answer_length(pair, N_TOKENS)
     for number, ids in enumerate([prompts[0], *prompts]):  # the first time warms up
-        for name in list(methods)[:: 1 if number % 2 else -1]:
-            trace, parts = measure(pair, methods[name], ids)
-            if number and trace.committed:
-                tau = sum(trace.committed) / len(trace.committed)
-                rows[name].append({**parts, "ms per token": parts["cycle"] / tau})
-                taus[name].append(tau)
-    title = f"ms per cycle, median (middle half) of {len(rows['plain'])} prompts"
-    table = Table("part", *methods, title=title)
-    figures: dict[str, Any] = {}
-    for part in (*PARTS, "ms per token"):
-        values = {name: [row[part] for row in rows[name]] for name in methods}
-        table.add_row(part, *(summary(values[name]) for name in methods))
-        figures[part] = {name: statistics.median(values[name]) for name in methods}
-    table.add_row("tau", *(summary(taus[name]) for name in methods))
-    shares = {name: [row["rest"] / row["cycle"] for row in rows[name]] for name in methods}
-    table.add_row("rest / cycle", *(f"{statistics.median(shares[n]):.1%}" for n in methods))
-    machine = machine_limits(pair.target.device, pair.target.dtype)
-    sizes = {"plain": 1, "drafter": pair.method.drafter.trained_block_size or 1}
-    floors = {name: floor_ms(pair, machine, sizes[name]) for name in methods}
-    table.add_row("floor", *(f"{floors[name]:.1f}" for name in methods))
-    over = {name: figures["cycle"][name] / floors[name] for name in methods}
-    table.add_row("cycle / floor", *(f"{over[name]:.2f}" for name in methods))
-    table.caption = (
-        f"floor: weights once at {machine.bytes_s / 1e9:.1f} GB/s, or the products at "
-        f"{machine.flops_s / 1e9:.0f} GFLOP/s, whichever takes longer; both measured now"
+        traces: defaultdict[tuple[str, str, float], list[Trace]] = defaultdict(list)
+        for round_ in range(ROUNDS):
+            for run in runs[:: -1 if round_ % 2 else 1]:
+                engine, kind, temperature = run
+                sampler = KeyedSampler(temperature=temperature)
+                method = methods[engine][kind]
+                traces[run].append(decode(targets[engine], method, ids, sampler, n_tokens))
+        for run, both in traces.items() if number else ():
+            cycles = sum(len(trace.committed) for trace in both)
+            if cycles:
+                spent[run].append(sum(1e3 * trace.decode_s for trace in both) / cycles)
+                taus[run].append(len(both) * (len(both[0].tokens) - 1) / cycles)
+        machine.measure()
+    context = round(statistics.mean(map(len, prompts))) + n_tokens // 2
+    limits, figures = machine.limits, {}
+    times = Table("engine", "cycle", "ms (95%)", "floor", "x floor", "GB/s", "GFLOP/s", "tau")
+    times.title = f"ms per cycle, median of {len(prompts)} prompts, context {context}"
+    for run in runs:
+        engine, kind, temperature = run
+        work = works(targets[engine], methods[engine][kind], context)
+        values = np.array(spent[run])
+        ms, floor = float(np.median(values)), 1e3 * limits.floor_s(work)
+        low, high = bootstrap(lambda v: np.median(v, axis=-1), values)
+        label = kind if temperature == 0 else f"{kind}, T = 1"
+        rates = [sum(getattr(w, name) for w in work) / ms / 1e6 for name in ("bytes", "operations")]
+        tau = statistics.median(taus[run])
+        times.add_row(
+            engine,
+            label,
+            f"{ms:.1f} ({low:.1f}-{high:.1f})",
+            f"{floor:.1f}",
+            f"{ms / floor:.2f}",
+            *(f"{rate:.0f}" for rate in rates),
+            f"{tau:.2f}",
+        )
+        figures[f"{engine}, {label}"] = {
+            "ms": ms,
+            "low": low,
+            "high": high,
+            "floor_ms": floor,
+            "over_floor": ms / floor,
+            "tau": tau,
+        }
+        if temperature == 1:
+            cold = np.array(spent[engine, kind, 0.0])
+            figures[f"{engine}, {label}"]["over_T0"] = float(np.median(values / cold))
+    times.caption = f"floor: weights, keys and values once, and products: {machine.described()}"
+    counts = Table("engine", "cycle", "ATen operations", "outside the target", "kernels", "waits")
+    counts.add_column("allocations")
+    counts.title = "per cycle"
+    for engine, target in targets.items():
+        for kind, method in methods[engine].items():
+            counted = count(target, method, prompts[0])
+            figures[f"{engine}, {kind}"] |= counted
+            counts.add_row(engine, kind, *(f"{value:.1f}" for value in counted.values()))
+    counts.caption = "waits: synchronisations with a GPU; kernels: launched on it"
+    return Section("cycle", [times, counts], figures)
+
+
+def count(target: Target, method: Method, ids: list[int]) -> dict[str, float]:
+    """What one cycle makes torch do: the difference of a longer and a shorter answer."""
+    longer, shorter = (_counted(target, method, ids, n) for n in (4 * N_COUNTED, N_COUNTED))
+    cycles = longer.pop("cycles") - shorter.pop("cycles")
+    if cycles < 1:
+        return dict.fromkeys(longer, float("nan"))
+    return {name: (longer[name] - shorter[name]) / cycles for name in longer}
+
+
+def _counted(target: Target, method: Method, ids: list[int], n_tokens: int) -> dict[str, float]:
+    activities = [ProfilerActivity.CPU]
+    if target.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    forward = target.forward
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function("target forward"):
+            return forward(*args, **kwargs)
+
+    target.forward = marked  # type: ignore[method-assign]
+    try:
+        with profile(activities=activities, profile_memory=True) as profiler:
+            trace = decode(target, method, ids, KeyedSampler(), n_tokens)
+    finally:
+        del target.forward
+    events = list(profiler.events())
+    inside = sorted(
+        (each.time_range.start, each.time_range.end)
+        for each in events
+        if each.name == "target forward"
     )
-    figures |= {"floor": floors, "cycle / floor": over, "machine": asdict(machine)}
-    figures["tau"] = {name: statistics.median(taus[name]) for name in methods}
-    return Section("cycle", table, figures)
+    operations = [each for each in events if each.name.startswith("aten::")]
+    outside = [
+        each
+        for each in operations
+        if not any(start <= each.time_range.start < end for start, end in inside)
+    ]
+    device = [each for each in events if str(each.device_type) == "DeviceType.CUDA"]
+    return {
+        "aten": len(operations),
+        "aten_outside_target": len(outside),
+        "kernels": len(device),
+        "waits": sum("Synchronize" in each.name for each in events),
+        "allocations": sum(each.name == "[memory]" and each.cpu_memory_usage > 0 for each in events)
+        or sum(each.self_cpu_memory_usage > 0 for each in events),
+        "cycles": len(trace.committed),
+    }

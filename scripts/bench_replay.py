@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import statistics
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from bench_cycle import Section, answer_length, seconds
+from bench_cycle import Section, answer_length
+from bench_floor import Limits, drafter_work, seconds
 from rich.table import Table
 
 from blockpilot.decoding.anchors import TOP
@@ -16,23 +19,30 @@ from blockpilot.decoding.answers import Answer, answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import anchors_per_chunk, free_memory, replay
 from blockpilot.decoding.sampling import KeyedSampler
+from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Block, Trace
+from blockpilot.drafters.none import NoDrafter
 from blockpilot.generate import Pair
 from blockpilot.policies.fixed import FixedPolicy
 
 N_TOKENS, RADIUS = 128, 2
 
 
-def bench_replay(pair: Pair, plain: Method, prompts: list[list[int]]) -> Section:
-    """All sizes of B-2..B+2 and plain decoding, by replay and by decoding, prompt by prompt."""
-    target, drafter = pair.target, pair.method.drafter
+def bench_replay(
+    pair: Pair, target: Target, prompts: list[list[int]], limits: Limits, generate_ms: float
+) -> Section:
+    """All sizes of B-2..B+2 and plain decoding, by replay and by decoding, prompt by prompt.
+
+    `generate_ms` is what a token of transformers' `generate` takes.
+    """
+    drafter = copy.copy(pair.method.drafter)
     device, trained = target.device, drafter.trained_block_size
     assert trained is not None
+    plain = Method(NoDrafter(), FixedPolicy(block_size=1, block_mode="draft")).bind(target)
     methods: dict[Block, Method] = {Block(1, 1): plain}
     for size in range(trained - RADIUS, trained + RADIUS + 1):
         policy = FixedPolicy(block_size=size, block_mode="draft")
-        methods[Block(size, size)] = Method(drafter, policy)
-        methods[Block(size, size)].bind(target)
+        methods[Block(size, size)] = Method(drafter, policy).bind(target)
     sampler = KeyedSampler(prompt_hashes=[""] * len(prompts))
     said: list[Answer] = []
     n_tokens = answer_length(pair, N_TOKENS)
@@ -46,13 +56,15 @@ def bench_replay(pair: Pair, plain: Method, prompts: list[list[int]]) -> Section
     for ids, one in zip(prompts, said, strict=True):
         text = torch.tensor([*ids, *one.tokens], device=device)
         for name, candidates in (("replay", 0), ("replay with marginals", TOP)):
-            job = _replayer(pair, text, len(ids), one, methods, candidates)
+            job = _replayer(target, drafter, text, len(ids), one, methods, candidates)
             spent[name].append(seconds(device, job))
-        for plan, method in methods.items():
+        spent["floor"].append(_floor_s(target, drafter, text, len(ids), one, methods, limits))
+        spent["generate"].append(1e-3 * generate_ms * len(one.tokens))
+        for block, method in methods.items():
             traces: list[Trace] = []
-            job = _decoder(pair, method, ids, traces)
-            spent[f"decode {plan.verified}"].append(seconds(device, job))
-            same, gap = _compare(pair, plan, ids, traces[0])
+            job = _decoder(pair, target, method, ids, traces)
+            spent[f"decode {block.verified}"].append(seconds(device, job))
+            same, gap = _compare(target, drafter, block, ids, traces[0])
             equal.append(same)
             gaps.append(gap)
     per_prompt = {name: sum(values) / len(values) for name, values in spent.items()}
@@ -65,6 +77,8 @@ def bench_replay(pair: Pair, plain: Method, prompts: list[list[int]]) -> Section
         "replay_with_marginals_over_plain_decode": _ratio(
             spent["replay with marginals"], spent["decode 1"]
         ),
+        "replay_over_generate": _ratio(spent["replay"], spent["generate"]),
+        "replay_over_floor": _ratio(spent["replay"], spent["floor"]),
         "decoded_sweep_over_replayed": decoded / replayed,
         "equal_rows": sum(equal) / len(equal),
         "largest_tau_difference": max(gaps),
@@ -75,40 +89,81 @@ def bench_replay(pair: Pair, plain: Method, prompts: list[list[int]]) -> Section
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:.3f}")
     table.caption = "equal rows: given the text that each method itself decoded"
-    return Section("replay", table, figures)
+    return Section("replay", [table], figures)
 
 
 def _replayer(
-    pair: Pair, text: torch.Tensor, start: int, one: Answer, plans: Any, candidates: int
-) -> Any:
-    drafter, memory = pair.method.drafter, free_memory(pair.target.device) // 8
-    chunk = anchors_per_chunk(drafter, pair.target, len(text), memory)
+    target: Target,
+    drafter: Any,
+    text: torch.Tensor,
+    start: int,
+    one: Answer,
+    blocks: Iterable[Block],
+    candidates: int,
+) -> Callable[[], object]:
+    chunk = anchors_per_chunk(drafter, target, len(text), free_memory(target.device) // 8)
     features = None if one.features is None else one.features.to(text.device)
-    return lambda: replay(drafter, text, start, features, plans, chunk=chunk, candidates=candidates)
+    return lambda: replay(
+        drafter, text, start, features, blocks, chunk=chunk, candidates=candidates
+    )
 
 
-def _decoder(pair: Pair, method: Method, ids: list[int], traces: list[Trace]) -> Any:
+def _floor_s(
+    target: Target,
+    drafter: Any,
+    text: torch.Tensor,
+    start: int,
+    one: Answer,
+    blocks: Iterable[Block],
+    limits: Limits,
+) -> float:
+    """Seconds of a replay's multiplications: all blocks through the drafter, and through the LM
+    head the slots that the replay asked for."""
+    asked = [0]
+    head = target.logits
+
+    def counting(hidden: torch.Tensor) -> torch.Tensor:
+        asked[0] += hidden.shape[:-1].numel()
+        return head(hidden)
+
+    target.logits = counting  # type: ignore[method-assign]
+    try:
+        _replayer(target, drafter, text, start, one, blocks, 0)()
+    finally:
+        del target.logits
+    n_anchors = len(text) - start
+    operations = 2.0 * asked[0] * target.model.get_output_embeddings().weight.numel()
+    for block in blocks:
+        works = drafter_work(target, drafter, block.drafted, len(text) // 2)
+        operations += sum(each.operations for each in works[:1]) * n_anchors
+    return operations / limits.operations_s
+
+
+def _decoder(
+    pair: Pair, target: Target, method: Method, ids: list[int], traces: list[Trace]
+) -> Callable[[], object]:
     n_tokens = answer_length(pair, N_TOKENS)
-    return lambda: traces.append(decode(pair.target, method, ids, KeyedSampler(), n_tokens))
+    return lambda: traces.append(decode(target, method, ids, KeyedSampler(), n_tokens))
 
 
-def _compare(pair: Pair, plan: Block, ids: list[int], trace: Trace) -> tuple[bool, float]:
+def _compare(
+    target: Target, drafter: Any, block: Block, ids: list[int], trace: Trace
+) -> tuple[bool, float]:
     """Whether a replay of the text that a method decoded has its cycles; the difference in tau."""
-    target, drafter = pair.target, pair.method.drafter
     text = torch.tensor([*ids, *trace.tokens], device=target.device)
     target.capture(drafter.feature_layers)
     with torch.inference_mode():
         features = target.forward(text[:-1], target.new_cache(len(text)), n_logits=1).features
-    found = replay(drafter, text, len(ids), features, [plan], chunk=len(text))
-    other = found.trace(plan, trace.tokens, trace.stop_reason)
+    found = replay(drafter, text, len(ids), features, [block], chunk=len(text))
+    other = found.trace(block, trace.tokens, trace.stop_reason)
     if not trace.committed:
         return True, 0.0
     taus = [sum(each.committed) / len(each.committed) for each in (trace, other)]
     return other.committed == trace.committed, abs(taus[0] - taus[1])
 
 
-def _ratio(ours: list[float], theirs: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+def _ratio(values: list[float], reference: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(values, reference, strict=True))
 
 
 def _peak_gib(device: torch.device) -> float:

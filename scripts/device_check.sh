@@ -3,7 +3,7 @@
 # of the shapes of Qwen3-4B and Qwen3-8B with their drafters, eager against compiled, plain decoding
 # against the memory floor, replay against decoding. All figures end in one JSON file.
 #
-#   scripts/device_check.sh device_check.json
+#   PYTHON=.venv/bin/python scripts/device_check.sh device_check.json
 #   DEVICE=cpu scripts/device_check.sh device_check.json      # tiny shapes: does the script work?
 set -euo pipefail
 cd "$(dirname "$0")/.."

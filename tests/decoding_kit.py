@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockpilot.decoding.loading import byte_tokenizer
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.protocols import TargetModel
+from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.types import Draft, Trace, Verdict, View
+from blockpilot.decoding.types import Block, Draft, Trace, Verdict, View
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.fixed import FixedPolicy
@@ -117,6 +117,29 @@ class ScriptedDrafter:
 
     def observe(self, verdict: Verdict) -> None:
         pass
+
+
+class MinimalPolicy:
+    """The members of `Policy` and no more: four slots in every cycle, and no replay."""
+
+    name = "minimal"
+    fingerprint = None
+    speculates = True
+    block_size = widest = 4
+    block_mode = "draft"
+    reads_clock = tree = False
+
+    def bind(self, target: TargetModel, drafter: Drafter) -> None:
+        pass
+
+    def start(self, view: View) -> None:
+        pass
+
+    def block(self, view: View) -> Block:
+        return Block(4, 4)
+
+    def next(self, draft: Draft, view: View) -> Draft:
+        return draft
 
 
 def perfect(cycle: int) -> Sequence[int]:

@@ -16,18 +16,9 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
-from blockpilot.app.config import (
-    CostConfig,
-    DatasetConfig,
-    DistillConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    PipelineConfig,
-    ReportConfig,
-    SweepConfig,
-    TrainConfig,
-    typed,
-)
+from blockpilot.app import config
+from blockpilot.app.config import typed
+from blockpilot.app.help import stages
 from blockpilot.app.job import perform
 from blockpilot.base.paths import conf_dir
 from blockpilot.distill.responses import ResponseSettings
@@ -52,17 +43,7 @@ TINY = [
     "model.architecture.tie_word_embeddings=false",
     "+model.architecture.initializer_range=0.25",
 ]
-SCHEMAS = {
-    "sweep": SweepConfig,
-    "generate": GenerateConfig,
-    "distill": DistillConfig,
-    "cost": CostConfig,
-    "dataset": DatasetConfig,
-    "train": TrainConfig,
-    "evaluate": EvaluateConfig,
-    "report": ReportConfig,
-    "pipeline": PipelineConfig,
-}
+SCHEMAS = {name: getattr(config, f"{name.capitalize()}Config") for name in stages()}
 Result = TypeVar("Result")
 
 

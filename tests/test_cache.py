@@ -63,6 +63,19 @@ def test_after_a_rollback_the_cache_never_saw_the_rest(
     torch.testing.assert_close(got, fresh(target, other)[keep:], atol=1e-12, rtol=1e-9)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_sequences_lie_beside_each_other(kind: str) -> None:
+    """As batched answers and replays need it; a batch of one is not another case."""
+    target = tiny_target(kind)
+    rows = torch.stack([IDS, IDS.flip(0), IDS.roll(3)])
+    cache = SlabCache(4, len(IDS))
+    target.model(input_ids=rows[:, :8], cache=cache)
+    cache.rollback(6)
+    got = target.model(input_ids=rows[:, 6:], cache=cache).logits
+    for row, ids in zip(got, rows, strict=True):
+        torch.testing.assert_close(row, fresh(target, ids)[6:], atol=1e-12, rtol=1e-9)
+
+
 def test_rollbacks_can_follow_each_other() -> None:
     target = tiny_target()
     cache = target.new_cache(32)

@@ -29,10 +29,17 @@ def test_the_script_runs_and_leaves_one_json(tmp_path: Path) -> None:
     assert [point["block_size"] for point in points] == [1, 16]
     assert all(point["cycle_s"] > 0 for point in points)
     bench = found["bench"]
-    assert bench["cycle"]["cycle / floor"]["plain"] > 1, "nothing is faster than its floor"
-    for name in ("plain", "dflash"):
-        assert bench["peers"][name]["peer_over_ours"] > 0
-        assert bench["peers"][name]["same_text"] > 0.7, "greedy peers say what we say, but for ties"
+    engines = {name.partition(",")[0] for name in bench["cycle"]}
+    assert "eager" in engines
+    for name, cycle in bench["cycle"].items():
+        assert cycle["over_floor"] > 1, f"{name}: nothing is faster than its floor"
+    counted = bench["cycle"]["eager, plain"]
+    assert counted["aten"] > counted["aten_outside_target"] > 0
+    for engine in engines:
+        for kind, peer in (("plain", "generate"), ("dflash", "generate dflash")):
+            compared = bench["peers"][f"{engine}: {kind}"][peer]
+            assert compared["peer_over_ours"] > 0
+            assert compared["same_text"] > 0.7, "greedy peers say what we say, but for ties"
     assert bench["replay"]["equal_rows"] > 0.9, "float32"
     assert bench["replay"]["largest_tau_difference"] < 0.5
 

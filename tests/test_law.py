@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from blockpilot.base.errors import UserError
 from blockpilot.base.paths import conf_dir
 from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.protocols import ReplayablePolicy
 from blockpilot.decoding.target import Target
 
 DRAFTERS = sorted((conf_dir() / "drafter").glob("*.yaml"))
@@ -49,7 +50,7 @@ def bound_methods(drafter_file: Path, policy: Path, target: Target) -> Iterator[
             part: Any = build(policy, block_size=size, block_mode=mode)
             method = Method(drafter, part)
             # No block to size, or no marginals to grow a tree from.
-            needs = drafter.has_marginals if part.candidates else True
+            needs = drafter.has_marginals if getattr(part, "candidates", 0) else True
             if part.name == "blockpilot":
                 needs = drafter.trained_block_size
             if not needs:
@@ -77,6 +78,14 @@ def test_same_tokens_as_plain(
             trace = decode(target, method, PROMPT, sampler(temperature, seed), BUDGET)
             assert trace.tokens == tokens, (name, temperature, seed)
             assert sum(trace.committed) + 1 == len(tokens)
+
+
+def test_a_policy_that_cannot_be_replayed_is_under_the_law(tmp_path: Path) -> None:
+    file = tmp_path / "minimal.yaml"
+    file.write_text("_target_: decoding_kit.MinimalPolicy\n")
+    assert not isinstance(build(file), ReplayablePolicy)
+    for drafter in DRAFTERS:
+        test_same_tokens_as_plain(drafter, file, "llama", tied=False, attention="sdpa")
 
 
 def test_the_texts_of_the_law_differ() -> None:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from decoding_kit import plain, sampler, tiny_target
 
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.drafters.prompt_lookup import PromptLookupDrafter, followers
+from blockpilot.drafters.prompt_lookup import IndexedText, PromptLookupDrafter
 from blockpilot.policies.fixed import FixedPolicy
+
+
+def followers(text: list[int], max_ngram: int) -> list[int]:
+    """Grown token by token, as decoding does."""
+    indexed = IndexedText(max_ngram)
+    for token in text:
+        indexed.extend([token])
+    return indexed.followers(len(text))
 
 
 def test_the_longest_ending_wins_then_the_latest_place() -> None:
@@ -42,3 +52,18 @@ def test_settings_that_cannot_be_are_refused() -> None:
         PromptLookupDrafter(max_ngram=0, block_size=8)
     with pytest.raises(UserError, match=r"drafter.block_size=1: allowed are numbers >= 2"):
         PromptLookupDrafter(max_ngram=3, block_size=1)
+
+
+def test_an_index_finds_what_a_search_finds() -> None:
+    def searched(text: list[int], max_ngram: int) -> list[int]:
+        for n in range(min(max_ngram, len(text) - 1), 0, -1):
+            for start in range(len(text) - n - 1, -1, -1):
+                if text[start : start + n] == text[-n:]:
+                    return text[start + n :]
+        return []
+
+    draw = random.Random(0)
+    for _ in range(200):
+        text = [draw.randrange(3) for _ in range(draw.randrange(1, 30))]
+        max_ngram = draw.randrange(1, 6)
+        assert followers(text, max_ngram) == searched(text, max_ngram), (text, max_ngram)

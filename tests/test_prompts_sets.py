@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from prompts_kit import BOXED, DATA, ROOT, configured, load, write
 
 from blockpilot.base.errors import UserError
+from blockpilot.base.hub import hub_in_reach, without_retries
 from blockpilot.prompts.base import SPLITS
 from blockpilot.prompts.hub import HubRows
 from blockpilot.prompts.local import PackageRows
@@ -176,6 +178,33 @@ def test_a_hub_that_fails_is_one_line_with_the_way_out(
     with pytest.raises(UserError, match=r"openai/gsm8k.*prompts\.path=.*HF_HOME") as caught:
         load("gsm8k")
     assert "\n" not in str(caught.value)
+
+
+def test_a_hub_out_of_reach_is_asked_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client would try each file six times and wait half a minute in between."""
+    asked: list[str] = []
+
+    class Session:
+        def head(self, url: str, timeout: float) -> None:
+            asked.append(url)
+            raise OSError("no route\nto host")
+
+    monkeypatch.setattr("blockpilot.base.hub.get_session", Session)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    hub_in_reach.cache_clear()
+    for _ in range(2):
+        with without_retries("some/repo"):
+            assert constants.HF_HUB_OFFLINE
+        assert not constants.HF_HUB_OFFLINE
+        with without_retries(tmp_path):
+            assert not constants.HF_HUB_OFFLINE
+    hub_in_reach.cache_clear()
+    assert asked == [constants.ENDPOINT]
+    (told,) = caplog.records
+    assert "no route" in told.message
+    assert "\n" not in told.message
 
 
 def test_humaneval_is_read_without_the_hub() -> None:

@@ -318,6 +318,15 @@ def test_a_plan_loads_nothing(
     assert "18" in capsys.readouterr().out, "3 sizes x 2 contexts x (1 warm-up + 2 repeats)"
 
 
+def test_a_policy_that_cannot_be_replayed_is_planned_decoded_and_named(tmp_path: Path) -> None:
+    given = arguments(tmp_path, "+methods.mine._target_=decoding_kit.MinimalPolicy", "radius=0")
+    performed(sweep.run, "sweep", *given, "plan=true")
+    with pytest.raises(UserError, match="method mine: policy minimal has no replay; set mode=dec"):
+        performed(sweep.run, "sweep", *given)
+    records = performed(sweep.run, "sweep", *given, "mode=decode", "prompts.limit=1")
+    assert set(records["method"]) == {PLAIN, "dflash16", "mine"}
+
+
 def test_further_methods_are_decoded_beside_the_sizes(tmp_path: Path) -> None:
     more = ["tree_nodes=[7]", "method=[blockpilot]", "policy.path=random", "mode=decode"]
     records = performed(sweep.run, "sweep", *arguments(tmp_path, *more))

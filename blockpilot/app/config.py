@@ -105,6 +105,7 @@ class CostConfig(StageConfig):
     sizes: list[int]
     trees: list[int]
     contexts: list[int]
+    batch: list[int]  # sequences at once
     repeats: int
     policy: PolicyPath
     tracker: Any

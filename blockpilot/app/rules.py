@@ -81,7 +81,7 @@ def is_date(text: str) -> bool:
 
 _TOKENS = 1_000_000  # more than any context
 _BLOCK = 1024  # slots of a block, positions of a tree
-_BATCH = 65_536  # examples in memory together
+_BATCH = 65_536  # examples or sequences in memory together
 _COUNT = 10**9  # a 32-bit column of the records holds it
 
 RULES = (
@@ -94,6 +94,7 @@ RULES = (
     sizes("sizes", 1, _BLOCK),
     sizes("trees", 2, _BLOCK),
     sizes("tree_nodes", 1, _BLOCK),
+    sizes("batch", 1, _BATCH),
     one_of("block_mode", BLOCK_MODES),
     one_of("mode", MODES),
     number("replay.batch_size", 1, _BATCH),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, cast
 
 from omegaconf import OmegaConf
@@ -9,6 +10,7 @@ from transformers import PretrainedConfig
 
 from blockpilot.app.config import ModelConfig, StageConfig
 from blockpilot.base.devices import pick_device, pick_dtype
+from blockpilot.base.hub import without_retries
 from blockpilot.decoding.engines import with_engine
 from blockpilot.decoding.loading import configuration, pretrained_target, random_target
 from blockpilot.decoding.target import Target
@@ -32,22 +34,26 @@ def load_target(cfg: StageConfig) -> Target:
             seed=cfg.seed,
         )
     else:
-        target = pretrained_target(
-            model.repo,
-            name=model.name,
-            revision=model.revision,
-            gguf=model.gguf,
-            package=model.package,
-            device=device,
-            dtype=dtype,
-            attention=cfg.attention,
-        )
+        # A file is read where it lies, without asking the hub.
+        with nullcontext() if model.gguf else without_retries(model.repo):
+            target = pretrained_target(
+                model.repo,
+                name=model.name,
+                revision=model.revision,
+                gguf=model.gguf,
+                package=model.package,
+                device=device,
+                dtype=dtype,
+                attention=cfg.attention,
+            )
     return with_engine(target, OmegaConf.select(cast("Any", cfg), "engine") or "eager")
 
 
 def model_shape(model: ModelConfig) -> PretrainedConfig:
     """The Hugging Face configuration of a model's language part, without any weight (UserError)."""
-    return configuration(_architecture(model), model.repo, model.revision)
+    architecture = _architecture(model)
+    with nullcontext() if architecture else without_retries(model.repo):
+        return configuration(architecture, model.repo, model.revision)
 
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:

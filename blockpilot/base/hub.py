@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, get_session, snapshot_download
 
 from blockpilot.base.errors import UserError
 from blockpilot.base.json_values import first_line
+
+log = logging.getLogger(__name__)
+
+_PATIENCE = 10  # seconds that the hub has for its first answer
 
 
 def folder_of(what: str, place: str, *, pickles: bool = False) -> Path:
@@ -26,3 +34,28 @@ def folder_of(what: str, place: str, *, pickles: bool = False) -> Path:
             f"{what}: neither a folder nor reachable on the hub ({first_line(error)}); give a "
             "local folder or fill HF_HOME"
         ) from error
+
+
+@contextmanager
+def without_retries(place: str | Path) -> Iterator[None]:
+    """Within it `place` is read from the hub's local cache alone where the hub is out of reach.
+
+    Left to itself the hub's client tries each file six times, for half a minute.
+    """
+    offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = offline or not (Path(place).is_dir() or hub_in_reach())
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+
+
+@cache
+def hub_in_reach() -> bool:
+    """Whether the hub answers at all, asked and told once a process."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
+    except Exception as error:  # the HTTP client has a family of errors
+        log.warning("hub out of reach (%s): its local cache alone is read", first_line(error))
+        return False
+    return True

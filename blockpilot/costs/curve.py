@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ import numpy as np
 from blockpilot.base.errors import UserError
 from blockpilot.base.json_values import fitted
 from blockpilot.base.provenance import machine
+from blockpilot.costs import batch
+from blockpilot.costs.batch import BatchPoint
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Trace
 
@@ -58,6 +60,12 @@ class CostCurve:
     machine: dict[str, Any]
     points: list[CostPoint]
     predictor_s: list[float] | None = None  # quartiles per prompt, where a predictor was timed
+    batched: list[BatchPoint] = field(default_factory=list)  # none in older files
+
+    @property
+    def batches(self) -> list[int]:
+        """Batch sizes that were measured, increasing."""
+        return sorted({point.batch for point in self.batched})
 
     def seconds(self, block_size: int, context: int) -> float:
         """Seconds of a cycle that drafts and verifies a chain of `block_size` slots.
@@ -133,7 +141,10 @@ class CostCurve:
 
     def to_json(self) -> str:
         """Text of a curve's file."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        held = asdict(self)
+        if not self.batched:  # without them the digest is that of an older file
+            del held["batched"]
+        return json.dumps(held, indent=1) + "\n"
 
 
 @lru_cache
@@ -167,12 +178,16 @@ def cost_settings(target: TargetModel, drafter: Drafter) -> dict[str, Any]:
     }
 
 
-def _problem(point: CostPoint) -> str | None:
-    """The first number of a point that cannot be, with what is allowed; None for a good one."""
+def _problem(point: CostPoint | BatchPoint) -> str | None:
+    """The first value of a point that cannot be, with what is allowed; None for a good one."""
     for name, value in asdict(point).items():
-        if name in ("block_size", "context", "repeats"):
+        if name == "engine":
+            continue
+        if name == "part":
+            good, allowed = value in batch.PARTS, " or ".join(batch.PARTS)
+        elif name in ("block_size", "context", "repeats", "batch", "positions"):
             good, allowed = value >= 1, "an integer >= 1"
-        elif name == "cycle_s":
+        elif name in ("cycle_s", "seconds"):
             good, allowed = value > 0, "seconds > 0"
         else:
             good, allowed = value >= 0, "seconds >= 0"
@@ -195,7 +210,8 @@ def load_cost(path: str | Path, settings: Mapping[str, Any]) -> CostCurve:
         ) from error
     if not curve.points:
         raise UserError(f"cost={path}: holds no point")
-    for number, point in enumerate(curve.points):
+    points: list[CostPoint | BatchPoint] = [*curve.points, *curve.batched]
+    for number, point in enumerate(points):
         if problem := _problem(point):
             raise UserError(f"cost={path}: point {number} has {problem}")
     for key, value in settings.items():

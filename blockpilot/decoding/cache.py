@@ -12,26 +12,27 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 class _Slabs:
     """Memory of all layers, taken when the first of them is known: one tensor, but for layers of
-    other shapes.
+    other shapes and for several sequences.
     """
 
     def __init__(self, n_layers: int, capacity: int) -> None:
         self.n_layers, self.capacity = n_layers, capacity
         self.stacked: Tensor | None = None  # [layers, 2, heads, capacity, head_dim]
-        self.others: list[Tensor] = []  # each [1, heads, capacity, head_dim]
+        self.others: list[Tensor] = []  # each [R, heads, capacity, head_dim]
 
     def of(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Slabs [1, heads, capacity, head_dim] for the keys and values of a layer."""
-        heads, d = keys.shape[1], keys.shape[3]
-        if self.stacked is None and keys.shape == values.shape:
+        """Slabs [R, heads, capacity, head_dim] for keys and values [R, heads, n, head_dim]."""
+        rows, heads, _, d = keys.shape
+        alike = rows == 1 and keys.shape == values.shape
+        if self.stacked is None and alike:
             # Zeros: what a mask hides is multiplied by zero, and memory may hold no numbers.
             self.stacked = keys.new_zeros(self.n_layers, 2, heads, self.capacity, d)
         if self.stacked is not None:
             mine = self.stacked[layer]
-            if mine.shape[1:] == (heads, self.capacity, d) and keys.shape == values.shape:
+            if alike and mine.shape[1:] == (heads, self.capacity, d):
                 return mine[:1], mine[1:]
         own = [
-            each.new_zeros(1, each.shape[1], self.capacity, each.shape[3])
+            each.new_zeros(rows, each.shape[1], self.capacity, each.shape[3])
             for each in (keys, values)
         ]
         self.others += own
@@ -39,7 +40,7 @@ class _Slabs:
 
 
 class _SlabLayer(CacheLayerMixin):
-    """One layer's keys and values in fixed slabs [1, heads, capacity, head_dim]."""
+    """One layer's keys and values in fixed slabs [R, heads, capacity, head_dim]."""
 
     is_sliding = False  # all positions are kept; a sliding window is the mask's business
     is_croppable = True
@@ -81,7 +82,8 @@ class _SlabLayer(CacheLayerMixin):
 
 
 class SlabCache(Cache):
-    """Preallocated cache of one sequence with room for `capacity` positions."""
+    """Preallocated cache with room for `capacity` positions, of one sequence or of several of one
+    length: the first forward says how many."""
 
     def __init__(self, n_layers: int, capacity: int) -> None:
         self._slabs = _Slabs(n_layers, capacity)
@@ -95,8 +97,8 @@ class SlabCache(Cache):
 
     @property
     def stacked(self) -> Tensor | None:
-        """Keys and values [layers, 2, heads, capacity, head_dim], where all layers are alike and
-        something was appended."""
+        """Keys and values [layers, 2, heads, capacity, head_dim] of one sequence, where all layers
+        are alike and something was appended."""
         return None if self._slabs.others else self._slabs.stacked
 
     def advance(self, n: int) -> None:

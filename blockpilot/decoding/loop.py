@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.protocols import Drafter, Policy
@@ -134,7 +135,7 @@ class _Run:
         if keep:
             self.trace.prefill_logits = forward.logits[-1].clone()
             self.trace.prefill_hidden = forward.hidden[-1].clone()
-        anchor = self.sampler(forward.logits, torch.tensor([end], device=ids.device))
+        anchor = self.choose(forward.logits, torch.tensor([end], device=ids.device))
         self.commit(anchor.tolist())
         self.clock.mark("prefill")
         self.trace.prefill_s, _ = self.clock.finish()
@@ -155,7 +156,7 @@ class _Run:
         else:
             self.trace.drafted.append(0)
         self.trace.verified.append(draft.tokens.shape[0] + 1)
-        verdict = verify(self.target, self.cache, view, draft, self.sampler)
+        verdict = verify(self.target, self.cache, view, draft, self.choose)
         self.clock.mark("verify")
         self.trace.committed.append(self.commit(verdict.tokens))
         position = view.position + len(verdict.tokens)
@@ -171,6 +172,10 @@ class _Run:
         return View(
             view.prompt_ids, verdict.anchor, position, verdict.features, view.prefill, timed
         )
+
+    def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """The target's tokens, by the engine's own means."""
+        return self.target.choose(self.sampler, logits, positions)
 
     def commit(self, tokens: list[int]) -> int:
         """Append tokens up to the first stop token and the budget; how many were committed."""

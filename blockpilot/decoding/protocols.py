@@ -104,6 +104,19 @@ class Replayable(Protocol):
         ...
 
 
+@runtime_checkable
+class Batchable(Protocol):
+    """What a drafter also offers where it can be measured what drafts of many sequences take."""
+
+    def batched(self, rows: int, context: int, widest: int) -> Callable[[int], Tensor]:
+        """Drafts of `rows` sequences at once behind `context` made-up positions each.
+
+        The function takes a number of slots, 2 to `widest`, and gives tokens [rows, n_slots - 1].
+        Needs `bind`, not `start`.
+        """
+        ...
+
+
 class Policy(Protocol):
     """Picks the block: `block` before a draft, `next` after it."""
 

@@ -84,7 +84,12 @@ class KeyedSampler:
         if not 0 < top_p <= 1:
             raise UserError(f"decoding.top_p={top_p}: allowed are values in (0, 1]")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self._keys = torch.tensor([sampling_key(seed, h) for h in prompt_hashes])  # [R, 2]
+        self.keys = torch.tensor([sampling_key(seed, h) for h in prompt_hashes])  # [R, 2]
+
+    @property
+    def filters(self) -> bool:
+        """Whether top-k or top-p leaves tokens out."""
+        return bool(self.top_k) or self.top_p < 1
 
     def scores(self, logits: Tensor, positions: Tensor, row: int | None = 0) -> Tensor:
         """Perturbed scores [n, V] whose argmax is the token; float32 at least.
@@ -93,11 +98,11 @@ class KeyedSampler:
         the prompt; None means that logits row i belongs to prompt i.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
-        if self.top_k or self.top_p < 1:
+        if self.filters:
             scores = self._filtered(scores)
         if self.temperature == 0:  # adding 0 * noise would change nothing
             return scores
-        key = self._keys if row is None else self._keys[row]
+        key = self.keys if row is None else self.keys[row]
         noise = gumbel(key, positions, scores.shape[-1], scores.device)
         return scores + self.temperature * noise
 

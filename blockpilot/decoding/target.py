@@ -20,6 +20,7 @@ from blockpilot.base.errors import UserError
 from blockpilot.base.provenance import digest
 from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.features import FeatureTap, untap
+from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.types import Branches, Forward
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,10 @@ class Target:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of LM-head inputs [..., D]: those that the model itself would give."""
         return self.logit_shape(self._head(hidden))
+
+    def choose(self, sampler: KeyedSampler, logits: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [n] that the sampler chooses for logits [n, V]; -1 where they are not finite."""
+        return sampler(logits, positions)
 
     @property
     def head_rows(self) -> Tensor:

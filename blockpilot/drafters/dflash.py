@@ -1,19 +1,18 @@
 """DFlash drafter (arXiv 2602.06036): one forward fills a whole block of masked tokens.
 
 Letters: C context positions, B slots of the block, D width, V vocabulary, G key/value heads,
-d head width.
+d head width, R sequences.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blockpilot.base.errors import UserError
@@ -155,6 +154,36 @@ class DFlashDrafter:
         blocks = torch.cat([self._target.embed(ids[anchors])[:, None], masks], dim=1)
         return BlockProposals(self.network(features, blocks, anchors)[:, 1:], self._target)
 
+    def batched(self, rows: int, context: int, widest: int) -> Callable[[int], Tensor]:
+        """Drafts of `rows` sequences at once, by the number of slots: tokens [R, B - 1].
+
+        To measure what they take: contexts are noise and of one length, so nothing is padded or
+        masked, as it would be in a batch of real texts. A draft reads the target's features of as
+        many positions as the block has slots, as behind a block that was accepted whole; after most
+        cycles there are fewer. It is the network's own code, without kernels.
+        """
+        network, mask, shape = self.network, self._mask_embedding, self.network.config.layers
+        draw, width = torch.Generator().manual_seed(0), network.fc.in_features
+        text = torch.randn(1, context, width, generator=draw).to(mask)  # its dtype and device
+        latest = torch.randn(rows, min(context, widest), width, generator=draw).to(mask)
+        cos, sin = network.rope(torch.arange(context + widest, device=mask.device), mask.dtype)
+        heads, d = shape.num_key_value_heads, shape.head_dim
+        one = mask.new_zeros(len(network.layers), 2, 1, heads, context + widest, d)
+        network.read(text, one, 0, cos[:context], sin[:context])
+        slab = one.repeat(1, 1, rows, 1, 1, 1)
+        anchors = torch.zeros(rows, 1, dtype=torch.int64, device=mask.device)
+
+        def draft(n_slots: int) -> Tensor:
+            start, end = max(0, context - n_slots), context + n_slots
+            unread = latest[:, : context - start].contiguous()
+            network.read(unread, slab, start, cos[start:context], sin[start:context])
+            masks = mask.expand(rows, n_slots - 1, -1)
+            block = torch.cat([self._target.embed(anchors), masks], dim=1)
+            hidden = network.block(block, slab, context, cos[context:end], sin[context:end])
+            return self._target.logits(hidden).argmax(dim=-1)
+
+        return draft
+
     def _read_context(self) -> None:
         """Append keys and values of the positions whose target features became known."""
         if not self._unread:
@@ -168,12 +197,8 @@ class DFlashDrafter:
             fused = linear(features, self.network.fc.weight).to(features.dtype)
             self._stack.extend(self.network.hidden_norm(fused), self._slab, start, rope)
             return
-        context = self.network.context(features)
-        slabs = self._slab if self._static is None else self._room.slabs
-        for layer, (keys, values) in zip(self.network.stack, slabs, strict=True):
-            keys[:, start : start + n], values[:, start : start + n] = layer.self_attn.keys_values(
-                context, rope.cos, rope.sin
-            )
+        slabs = self._slab[:, :, None] if self._static is None else self._room.slabs
+        self.network.read(features[None], slabs, start, rope.cos, rope.sin)
 
     def _block(self, x: Tensor) -> Tensor:
         """Final hidden states [B - 1, D] of one block x [B, D] behind the cached context, without
@@ -184,20 +209,8 @@ class DFlashDrafter:
         if self._stack is not None and x.shape[0] <= MOST_ROWS:
             outputs = self._stack.forward(x, self._slab, start, rope, WHOLE, n_out=len(x) - 1)
             return outputs.hidden.to(x.dtype)
-        for layer, slab in zip(self.network.stack, self._slab, strict=True):
-            attention = layer.self_attn
-            normed = layer.input_layernorm(x)
-            slab[0, :, start:end], slab[1, :, start:end] = attention.keys_values(
-                normed, rope.cos, rope.sin
-            )
-            attended = F.scaled_dot_product_attention(
-                attention.queries(normed, rope.cos, rope.sin)[None],
-                slab[None, 0, :, :end],
-                slab[None, 1, :, :end],
-                enable_gqa=True,
-            )
-            x = layer.finish(x, attended[0])
-        return self.network.norm(x[1:])
+        slab = self._slab[:, :, None]
+        return self.network.block(x[None], slab, start, rope.cos, rope.sin)[0]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ It carries the published tensor names, so published checkpoints load as they are
 are saved in the same form. Embedding and LM head are the target's and not part of it.
 
 Letters: C context positions, A blocks side by side, B slots of a block, D width, n target layers
-read, H query heads, G key/value heads, d head width.
+read, H query heads, G key/value heads, d head width, R sequences, L layers of the drafter.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -190,7 +191,7 @@ class DFlashNetwork(nn.Module):
         return cast("list[DFlashLayer]", list(self.layers))
 
     def context(self, features: Tensor) -> Tensor:
-        """H_context [C, D] of target features [C, n * D]."""
+        """H_context [..., C, D] of target features [..., C, n * D]."""
         return self.hidden_norm(self.fc(features))
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -198,6 +199,43 @@ class DFlashNetwork(nn.Module):
         like = torch.empty(0, dtype=dtype, device=positions.device)
         cos, sin = self.rotary(like, positions[None])
         return cos[0], sin[0]
+
+    def read(
+        self,
+        features: Tensor,  # [R, C, n * D]
+        slab: Tensor | Sequence[tuple[Tensor, Tensor]],  # [L, 2, R, G, capacity, d], or its parts
+        start: int,
+        cos: Tensor,  # [C, d] of the positions
+        sin: Tensor,
+    ) -> None:
+        """Keys and values of context positions from `start` on, into the slab of a cache."""
+        context, end = self.context(features), start + features.shape[1]
+        for layer, (keys, values) in zip(self.stack, slab, strict=True):
+            keys[:, :, start:end], values[:, :, start:end] = layer.self_attn.keys_values(
+                context, cos, sin
+            )
+
+    def block(self, x: Tensor, slab: Tensor, start: int, cos: Tensor, sin: Tensor) -> Tensor:
+        """Final hidden states [R, B - 1, D] of one block per sequence, without the anchor's.
+
+        x [R, B, D] stands behind `start` positions of the slab of a cache, which hold the context;
+        cos and sin [B, d] are of its own positions. The slab keeps nothing of it that counts.
+        """
+        end = start + x.shape[1]
+        for layer, held in zip(self.stack, slab, strict=True):
+            attention = layer.self_attn
+            normed = layer.input_layernorm(x)
+            held[0, :, :, start:end], held[1, :, :, start:end] = attention.keys_values(
+                normed, cos, sin
+            )
+            attended = F.scaled_dot_product_attention(
+                attention.queries(normed, cos, sin),
+                held[0, :, :, :end],
+                held[1, :, :, :end],
+                enable_gqa=True,
+            )
+            x = layer.finish(x, attended)
+        return self.norm(x[:, 1:])
 
     def forward(
         self,

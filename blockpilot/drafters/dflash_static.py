@@ -22,7 +22,7 @@ from blockpilot.drafters.dflash_net import DFlashNetwork
 class Room:
     """Keys and values of one capacity, where compiled code knows them to be."""
 
-    slabs: list[tuple[Tensor, Tensor]]  # of each layer, [G, C, d]
+    slabs: list[tuple[Tensor, Tensor]]  # of each layer, [1, G, C, d]
     cos: Tensor  # [C, d]
     sin: Tensor  # [C, d]
 
@@ -42,7 +42,7 @@ class StaticBlocks:
         """The room of a capacity, always the same; an earlier prompt's numbers may lie in it."""
         if capacity not in self._rooms:
             shape, like = self.network.config.layers, self._mask
-            size = shape.num_key_value_heads, capacity, shape.head_dim
+            size = 1, shape.num_key_value_heads, capacity, shape.head_dim
             # Zeros: what a mask hides is multiplied by zero, and memory may hold no numbers.
             slabs = [(like.new_zeros(size), like.new_zeros(size)) for _ in self.network.stack]
             places = torch.arange(capacity, device=like.device)
@@ -94,11 +94,11 @@ class StaticBlocks:
             normed = layer.input_layernorm(x)
             new = attention.keys_values(torch.cat([context, normed]), cos, sin)
             for slab, states in zip((keys, values), new, strict=True):
-                slab.index_copy_(1, read, states[:, :n_slots])
-                slab.index_copy_(1, block, states[:, n_slots:])
+                slab.index_copy_(2, read, states[None, :, :n_slots])
+                slab.index_copy_(2, block, states[None, :, n_slots:])
             queries = attention.queries(normed, cos[n_slots:], sin[n_slots:])  # [H, B, d]
             attended = F.scaled_dot_product_attention(
-                queries.reshape(1, groups, rows, -1), keys[None], values[None], attn_mask=seen
+                queries.reshape(1, groups, rows, -1), keys, values, attn_mask=seen
             )
             x = layer.finish(x, attended.reshape(queries.shape))
         return self.target.logits(self.network.norm(x[1:]))

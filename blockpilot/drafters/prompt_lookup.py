@@ -5,7 +5,7 @@ No weights. A draft is as long as the text allows, and empty where nothing occur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -33,30 +33,50 @@ class PromptLookupDrafter:
         self.max_ngram = max_ngram
         self.fingerprint: str | None = f"max_ngram={max_ngram}"
         self.trained_block_size: int | None = block_size
-        self._text: list[int] = []
 
     def bind(self, target: TargetModel) -> None:
         """Fits every target."""
 
     def start(self, view: View, capacity: int) -> None:
         """The prompt and the first token."""
-        self._text = [*view.prompt_ids.tolist(), *view.anchor.tolist()]
+        self._text = IndexedText(self.max_ngram)
+        self._text.extend([*view.prompt_ids.tolist(), *view.anchor.tolist()])
 
     def draft(self, view: View, n_slots: int) -> Draft:
         """At most `n_slots - 1` tokens."""
-        found = followers(self._text, self.max_ngram)[: n_slots - 1]
+        found = self._text.followers(n_slots - 1)
         return Draft(torch.tensor(found, dtype=torch.int64, device=view.anchor.device))
 
     def observe(self, verdict: Verdict) -> None:
         """The text grows."""
-        self._text += verdict.tokens
+        self._text.extend(verdict.tokens)
 
 
-def followers(text: Sequence[int], max_ngram: int) -> list[int]:
-    """What followed the latest earlier occurrence of the longest ending of `text` that has one."""
-    for n in range(min(max_ngram, len(text) - 1), 0, -1):
-        ending = list(text[-n:])
-        for start in range(len(text) - n - 1, -1, -1):
-            if list(text[start : start + n]) == ending:
-                return list(text[start + n :])
-    return []
+class IndexedText:
+    """A growing text that knows where each of its runs of up to `max_ngram` tokens last ended."""
+
+    def __init__(self, max_ngram: int) -> None:
+        self.max_ngram = max_ngram
+        self._tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # place behind the latest occurrence
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens. A run is known from when a token follows it."""
+        for token in tokens:
+            for ending in self._endings():
+                self._after[ending] = len(self._tokens)
+            self._tokens.append(token)
+
+    def followers(self, n_tokens: int) -> list[int]:
+        """At most `n_tokens` that followed the latest earlier occurrence of the longest ending that
+        has one.
+        """
+        for ending in self._endings():
+            if (place := self._after.get(ending)) is not None:
+                return self._tokens[place : place + n_tokens]
+        return []
+
+    def _endings(self) -> Iterator[tuple[int, ...]]:
+        """The last tokens, the longest run first."""
+        for n in range(min(self.max_ngram, len(self._tokens)), 0, -1):
+            yield tuple(self._tokens[-n:])

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from blockpilot.base.errors import UserError
+from blockpilot.base.hub import without_retries
+from blockpilot.base.json_values import first_line
 from blockpilot.prompts.local import Row
 
 log = logging.getLogger(__name__)
@@ -42,19 +44,20 @@ class HubRows:
         import datasets
 
         try:
-            table = datasets.load_dataset(
-                self.repo,
-                self.subset,
-                split=self.split,
-                revision=self.revision,
-                data_files=list(self.data_files) if self.data_files is not None else None,
-            )
+            with without_retries(self.repo):
+                table = datasets.load_dataset(
+                    self.repo,
+                    self.subset,
+                    split=self.split,
+                    revision=self.revision,
+                    data_files=list(self.data_files) if self.data_files is not None else None,
+                )
         except Exception as error:  # datasets, the hub client and HTTP have a family of errors each
             log.debug("load_dataset failed", exc_info=True)
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise UserError(
-                f"cannot load {self.described}: {reason}; without a network, give the set's file"
-                " with prompts.path=, or point HF_HOME to a cache that holds the data set"
+                f"cannot load {self.described}: {first_line(error)}; without a network, give the"
+                " set's file with prompts.path=, a folder of sets as BLOCKPILOT_PROMPTS, or point"
+                " HF_HOME to a cache that holds the data set"
             ) from error
         kept = [column for column in table.column_names if column in columns]
         for index, values in enumerate(table.select_columns(kept) if kept else table):

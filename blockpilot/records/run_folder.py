@@ -1,4 +1,6 @@
-"""The folder of a run: what lies in it, and the only place that knows under which names.
+"""The folder of a run of `sweep`, `cost` or `evaluate`: what lies in it, and under which names.
+
+Further files of a stage (of `dataset`, `train`, `distill`, `report`, `pipeline`) are named there.
 
 <outputs>/<stage>/<run id>/
     status.json, error.txt           how the last call stands (`app.status`)

@@ -17,6 +17,7 @@ from blockpilot.app.config import ReportConfig
 from blockpilot.app.job import stage
 from blockpilot.app.terminal import text_table
 from blockpilot.base.errors import UserError
+from blockpilot.report.batches import batch_sections, with_batches
 from blockpilot.report.pages import verdicts_of, write_report
 from blockpilot.report.runs import named_runs
 from blockpilot.report.sections import compared_predictors, sections_of
@@ -29,7 +30,8 @@ def run(cfg: ReportConfig) -> Path:
     if not cfg.runs:
         raise UserError("runs=[]: give folders, as runs=[outputs/sweep/<run id>]")
     runs = named_runs([Path(run) for run in cfg.runs])
-    parts = [part for run in runs for part in sections_of(run)]
+    costs = with_batches(runs)
+    parts = [part for run in runs for part in (*sections_of(run), *batch_sections(run, costs))]
     sections = [*compared_predictors(runs), *parts]
     folder = Path(cfg.paths.outputs) / "report" / cfg.run_id
     write_report(folder, f"blockpilot: {cfg.run_id}", sections)

@@ -62,7 +62,7 @@ def sweep_estimate(cfg: SweepConfig, prompts: Sequence[Prompt]) -> dict[str, flo
                     if "_target_" in each
                 ),
             ]
-            kept = max([TOP, *(policy.candidates for policy in policies)])
+            kept = max([TOP, *(getattr(policy, "candidates", 0) for policy in policies)])
             kept = min(kept, shape.vocab_size)
             # Slots of a block are unknown before the drafter is loaded: 16 is the published size.
             per_turn += 16 * budget * (4 + 6 * kept)

@@ -23,7 +23,15 @@ from blockpilot.base.paths import cache_dir
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+)
 
 
 def compiler() -> str | None:

@@ -16,6 +16,9 @@
 #include <memory>
 #include <type_traits>
 
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
 #include <omp.h>
 
 namespace {
@@ -47,6 +50,20 @@ struct Lanes {
 };
 template <class S>
 using Vec = typename Lanes<S>::type;
+
+// a * b + c. Said outright: left to itself, a compiler fuses the two in one loop and not in another,
+// which rounds differently (hence -ffp-contract=off).
+template <class V>
+inline V multiply_add(V a, V b, V c) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<V, Vec<float>>) return _mm512_fmadd_ps(a, b, c);
+  if constexpr (std::is_same_v<V, Vec<double>>) return _mm512_fmadd_pd(a, b, c);
+#elif defined(__FMA__)
+  if constexpr (std::is_same_v<V, Vec<float>>) return _mm256_fmadd_ps(a, b, c);
+  if constexpr (std::is_same_v<V, Vec<double>>) return _mm256_fmadd_pd(a, b, c);
+#endif
+  return a * b + c;
+}
 
 template <class W>
 inline Vec<Sum<W>> load(const W* from) {
@@ -103,6 +120,7 @@ inline S total(Vec<S> v) {
 
 // exp(x): Cephes' polynomial of degree 5 on [-ln 2 / 2, ln 2 / 2], to about one ulp in float32.
 inline Vec<float> exponential(Vec<float> x) {
+  using F = Vec<float>;
   typedef int32_t Int __attribute__((vector_size(BYTES)));
   const Vec<float> low = Vec<float>{} - 87.3f, high = Vec<float>{} + 88.3f;
   x = x < low ? low : x;
@@ -112,10 +130,10 @@ inline Vec<float> exponential(Vec<float> x) {
   const Vec<float> n = shifted - magic;
   const Vec<float> r = x - n * 0.693359375f + n * 2.12194440e-4f;
   Vec<float> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
+  p = multiply_add<F>(p, r, F{} + 8.3334519073e-3f);
+  p = multiply_add<F>(p, r, F{} + 4.1665795894e-2f);
+  p = multiply_add<F>(p, r, F{} + 1.6666665459e-1f);
+  p = multiply_add<F>(p, r, F{} + 5.0000001201e-1f);
   p = p * r * r + r + 1.0f;
   Int exponent;
   std::memcpy(&exponent, &shifted, sizeof exponent);
@@ -175,7 +193,7 @@ inline void tile(const W* weight, const W* bias, long in, const S* x, long x_str
       Vec<S> each = load(x + r * x_stride + k);
       IN_REGISTER(each);
 #pragma GCC unroll 8
-      for (int o = 0; o < OB; o++) sums[o][r] += w[o] * each;
+      for (int o = 0; o < OB; o++) sums[o][r] = multiply_add<Vec<S>>(w[o], each, sums[o][r]);
     }
   }
   for (int o = 0; o < OB; o++) {
@@ -283,7 +301,7 @@ inline void dots(const S* q, const W* const* keys, long d, S scale, S* to) {
   for (; i + n <= d; i += n) {
     const Vec<S> each = load(q + i);
 #pragma GCC unroll 8
-    for (int j = 0; j < N; j++) sums[j] += each * load(keys[j] + i);
+    for (int j = 0; j < N; j++) sums[j] = multiply_add<Vec<S>>(each, load(keys[j] + i), sums[j]);
   }
   for (int j = 0; j < N; j++) {
     S sum = total<S>(sums[j]);
@@ -332,11 +350,13 @@ void attend(const S* q, const W* keys, const W* values, const Sight& sight, long
     Vec<S> out[MOST];
     for (int v = 0; v < MOST; v++) out[v] = Vec<S>{};
     auto add = [&](const W* row, S weight) {
+      const Vec<S> lanes = Vec<S>{} + weight;
       if (m == MOST) {
 #pragma GCC unroll 8
-        for (int v = 0; v < MOST; v++) out[v] += load(row + v * n) * weight;
+        for (int v = 0; v < MOST; v++)
+          out[v] = multiply_add<Vec<S>>(load(row + v * n), lanes, out[v]);
       } else {
-        for (int v = 0; v < m; v++) out[v] += load(row + v * n) * weight;
+        for (int v = 0; v < m; v++) out[v] = multiply_add<Vec<S>>(load(row + v * n), lanes, out[v]);
       }
     };
     for (j = 0; j < size; j++) add(values + sight.slot(j) * d + i, scores[j]);
@@ -356,6 +376,118 @@ void attend(const S* q, const W* keys, const W* values, const Sight& sight, long
 }
 
 }  // namespace
+
+// ---------------------------------------------------------------- keyed sampling
+
+typedef uint32_t Words __attribute__((vector_size(BYTES)));
+typedef int32_t Ints __attribute__((vector_size(BYTES)));
+
+// The finaliser of decoding/sampling.py, where 32-bit words live in int64.
+template <class T>
+inline T mix(T x) {
+  x = x ^ (x >> 16);
+  x = x * 0x21F0AAADu;
+  x = x ^ (x >> 15);
+  x = x * 0x735A2D97u;
+  return x ^ (x >> 15);
+}
+
+template <class T>
+inline T noise_bits(T token, uint32_t row) {
+  return mix(mix(mix(token ^ 0x9E3779B9u) ^ row) + row);
+}
+
+// Gumbel noise as the sampler defines it: in float64, rounded once.
+inline float gumbel(uint32_t bits) {
+  return float(-std::log(-std::log((double(bits) + 0.5) * 0x1p-32)));
+}
+
+// ln(x) of positive normal numbers: Cephes' polynomial, to some ulp.
+inline Vec<float> logarithm(Vec<float> x) {
+  using F = Vec<float>;
+  Ints bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits -= 0x3f3504f3;  // the mantissa to sqrt(1/2)..sqrt(2)
+  const Vec<float> e = __builtin_convertvector(bits >> 23, Vec<float>);
+  bits = (bits & 0x007fffff) + 0x3f3504f3;
+  Vec<float> m;
+  std::memcpy(&m, &bits, sizeof m);
+  m -= 1.0f;
+  Vec<float> p = m * 7.0376836292e-2f - 1.1514610310e-1f;
+  p = multiply_add<F>(p, m, F{} + 1.1676998740e-1f);
+  p = multiply_add<F>(p, m, F{} - 1.2420140846e-1f);
+  p = multiply_add<F>(p, m, F{} + 1.4249322787e-1f);
+  p = multiply_add<F>(p, m, F{} - 1.6668057665e-1f);
+  p = multiply_add<F>(p, m, F{} + 2.0000714765e-1f);
+  p = multiply_add<F>(p, m, F{} - 2.4999993993e-1f);
+  p = multiply_add<F>(p, m, F{} + 3.3333331174e-1f);
+  return p * m * m * m - m * m * 0.5f + m + e * 0.69314718f;
+}
+
+// Noise to within 0.01, but for the last 2^18 words, whose noise it gives as infinite.
+inline Vec<float> about_gumbel(Words bits) {
+  const Ints top = (Ints)(bits >> 8);
+  const Vec<float> uniform = (__builtin_convertvector(top, Vec<float>) + 0.5f) * 0x1p-24f;
+  const Vec<float> to = -logarithm(-logarithm(uniform));
+  const Vec<float> infinite = Vec<float>{} + INFINITY;
+  return top >= (1 << 24) - (1 << 10) ? infinite : to;
+}
+
+// The best of logit + temperature * noise over one row, ties to the lowest token; -1 where a logit
+// or the best is not finite. Most tokens are ruled out by a cheap bound on their noise.
+template <class S>
+int64_t choose_row(const S* logits, long vocab, uint32_t row, double temperature, float* bounds) {
+  constexpr int n = Lanes<float>::n;
+  constexpr float MARGIN = 0.02f;  // twice what the cheap noise can be off
+  const float t = float(temperature);
+  auto exact = [&](long v) {
+    return logits[v] + S(t * gumbel(noise_bits(uint32_t(v), row)));
+  };
+  Vec<float> most = Vec<float>{} - INFINITY, wrong{};
+  Words token;
+  for (int i = 0; i < n; i++) token[i] = i;
+  for (long v = 0; v < vocab; v += n, token += uint32_t(n)) {
+    Vec<float> logit = Vec<float>{} - INFINITY;
+    const long rest = std::min<long>(n, vocab - v);
+    if constexpr (std::is_same_v<S, float>) {
+      logit = rest == n ? load(logits + v) : some(logits + v, rest, logit);
+    } else {
+      for (long i = 0; i < rest; i++) logit[i] = float(logits[v + i]);
+    }
+    wrong += logit < INFINITY ? Vec<float>{} : Vec<float>{} + 1.0f;
+    const Vec<float> noise = about_gumbel(noise_bits(token, row));
+    const Vec<float> bound = logit + t * noise;
+    const Vec<float> finite = noise < INFINITY ? bound : Vec<float>{} - INFINITY;
+    most = most > finite ? most : finite;
+    store(bounds + v, bound);
+  }
+  if (total<float>(wrong) > 0) return -1;
+  float highest = most[0];
+  for (int i = 1; i < n; i++) highest = std::max(highest, most[i]);
+  const float enough = highest - t * MARGIN - std::fabs(highest) * 1e-5f - 1e-6f;
+  long best = -1;
+  S best_score = 0;
+  for (long v = 0; v < vocab; v++) {
+    if (!(bounds[v] >= enough)) continue;
+    const S score = exact(v);
+    if (best < 0 || score > best_score) best = v, best_score = score;
+  }
+  return std::isfinite(best_score) ? best : -1;
+}
+
+template <class S>
+void choose(const S* logits, long rows, long vocab, const int64_t* key, const int64_t* positions,
+            double temperature, int64_t* tokens) {
+#pragma omp parallel
+  {
+    std::unique_ptr<float[]> bounds(new float[vocab + Lanes<float>::n]);
+#pragma omp for schedule(static, 1)
+    for (long r = 0; r < rows; r++) {
+      const uint32_t row = mix(mix(uint32_t(positions[r]) ^ uint32_t(key[0])) ^ uint32_t(key[1]));
+      tokens[r] = choose_row(logits + r * vocab, vocab, row, temperature, bounds.get());
+    }
+  }
+}
 
 // ---------------------------------------------------------------- what Python calls
 
@@ -599,5 +731,14 @@ void linear(int64_t type, const void* weight, const void* bias, int64_t out, int
     const Matrix<W> m{static_cast<const W*>(weight), static_cast<const W*>(bias), out, in};
     linear<W>(m, static_cast<const Sum<W>*>(x), rows, static_cast<Sum<W>*>(y));
   });
+}
+
+// Tokens [rows] of logits [rows, V], float32 for type 0 and float64 for type 2.
+void choose(int64_t type, const void* logits, int64_t rows, int64_t vocab, const int64_t* key,
+            const int64_t* positions, double temperature, int64_t* tokens) {
+  if (type == 0)
+    choose(static_cast<const float*>(logits), rows, vocab, key, positions, temperature, tokens);
+  if (type == 2)
+    choose(static_cast<const double*>(logits), rows, vocab, key, positions, temperature, tokens);
 }
 }

@@ -284,6 +284,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return to.unflatten(0, x.shape[:-1]) if x.dim() != 2 else to
 
 
+def choose(logits: Tensor, positions: Tensor, key: Tensor, temperature: float) -> Tensor:
+    """Tokens [n] of logits [n, V], float32 or float64: what the keyed sampler chooses without
+    filters, with the `key` [2] of a prompt.
+    """
+    logits, positions, key = logits.contiguous(), positions.contiguous(), key.contiguous()
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    kernels().choose(
+        Whole(_TYPES[logits.dtype]),
+        Pointer(logits.data_ptr()),
+        Whole(logits.shape[0]),
+        Whole(logits.shape[1]),
+        Pointer(key.data_ptr()),
+        Pointer(positions.data_ptr()),
+        ctypes.c_double(temperature),
+        Pointer(tokens.data_ptr()),
+    )
+    return tokens
+
+
 def _tensors(layer: nn.Module) -> dict[str, Tensor]:
     """Parameters of a layer by their names in the kernels."""
     found: dict[str, Tensor] = {}

@@ -20,9 +20,11 @@ from blockpilot.decoding.native.stack import (
     Rope,
     Stack,
     Tree,
+    choose,
     linear,
     working_dtype,
 )
+from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Branches, Forward
 
@@ -103,6 +105,13 @@ class NativeTarget(Target):
         if hidden.numel() > MOST_ROWS * hidden.shape[-1]:
             return super().logits(hidden)
         return self.logit_shape(linear(hidden, self._head.weight, self._head.bias))
+
+    def choose(self, sampler: KeyedSampler, logits: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [n] that the sampler chooses for logits [n, V]; -1 where they are not finite."""
+        if sampler.filters or sampler.temperature == 0:
+            return super().choose(sampler, logits, positions)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return choose(logits, positions, sampler.keys[0], sampler.temperature)
 
     def forward(
         self, ids: Tensor, cache: SlabCache, n_logits: int, branches: Branches | None = None
