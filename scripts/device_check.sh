@@ -51,9 +51,12 @@ for engine in "${engines[@]}"; do
     "${common[@]}" "${tiny[@]}" dtype=float64 prompts=local prompts.path="$work/prompts.jsonl" \
     decoding.temperature=1 decoding.max_new_tokens=12 radius=1 tracker=none \
     paths.outputs="$work" > /dev/null
+  grid=("sizes=$sizes" "contexts=$contexts")
+  # Every size and context is a graph of the target and one of the drafter, compiled first.
+  if [ "$engine" = compiled ]; then grid=('sizes=[1,16]' 'contexts=[1024]') models=("${models[0]}"); fi
   for model in "${models[@]}"; do
     timeout 150 "$python" -m blockpilot.cost +model="$model" engine="$engine" \
-      run_id="$model-$engine" "${common[@]}" "${shape[@]}" "sizes=$sizes" "contexts=$contexts" \
+      run_id="$model-$engine" "${common[@]}" "${shape[@]}" "${grid[@]}" \
       repeats=3 tracker=none paths.outputs="$work"
   done
 done

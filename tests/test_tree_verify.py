@@ -9,7 +9,6 @@ import torch
 from decoding_kit import KINDS, PROMPT, ScriptedDrafter, perfect, plain, sampler, tiny_target
 from torch import Tensor
 
-from blockpilot.decoding.compiled import CompiledTarget
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Branches, Draft, Trace, Verdict, View
@@ -56,7 +55,7 @@ class RandomTrees(ScriptedDrafter):
         self.features.append(verdict.features.clone())
 
 
-def decoded(target: Target, drafter: RandomTrees, temperature: float, seed: int = 0) -> Trace:
+def decoded_trees(target: Target, drafter: RandomTrees, temperature: float, seed: int = 0) -> Trace:
     policy = FixedPolicy(block_size=drafter.n_nodes + 1, block_mode="draft")
     method = Method(drafter, policy)
     method.bind(target)
@@ -72,7 +71,7 @@ def test_random_trees_give_plain_decodings_tokens(kind: str, tied: bool, attenti
     for temperature, seed in ((0.0, 0), (0.7, 0), (1.0, 0), (1.0, 1)):
         gold = plain(target, BUDGET, sampler(temperature, seed)).tokens
         for n_nodes in (1, 4, 15):
-            trace = decoded(target, RandomTrees(gold, n_nodes), temperature, seed)
+            trace = decoded_trees(target, RandomTrees(gold, n_nodes), temperature, seed)
             assert trace.tokens == gold, (temperature, seed, n_nodes)
             assert set(trace.drafted) == {n_nodes}
             assert set(trace.verified) == {n_nodes + 1}
@@ -85,7 +84,7 @@ def test_the_drafter_gets_the_features_of_the_accepted_path() -> None:
     target = tiny_target()
     gold = plain(target, BUDGET, sampler(1.0)).tokens
     drafter = RandomTrees(gold, 12)
-    trace = decoded(target, drafter, 1.0)
+    trace = decoded_trees(target, drafter, 1.0)
     found = torch.cat(drafter.features)
     ids = torch.tensor([*PROMPT, *trace.tokens])
     whole = target.model(ids[None], output_hidden_states=True).hidden_states[2][0]
@@ -100,19 +99,10 @@ def test_a_chain_with_parents_is_the_chain_without() -> None:
         def draft(self, view: View, n_slots: int) -> Draft:
             return Draft(super().draft(view, n_slots).tokens)
 
-    traces = [decoded(target, kind(gold, 6, chain=True), 1.0) for kind in (RandomTrees, Bare)]
+    traces = [decoded_trees(target, kind(gold, 6, chain=True), 1.0) for kind in (RandomTrees, Bare)]
     assert traces[0].tokens == traces[1].tokens
     assert traces[0].committed == traces[1].committed
     assert max(traces[0].committed) > 2
-
-
-def test_trees_behind_the_compiled_engines_cache() -> None:
-    for kind in KINDS:
-        eager = tiny_target(kind)
-        gold = plain(eager, BUDGET, sampler(1.0)).tokens
-        target = CompiledTarget(eager)
-        target.stop_ids = frozenset()
-        assert decoded(target, RandomTrees(gold, 9), 1.0).tokens == gold
 
 
 def test_a_walk_by_hand() -> None:

@@ -153,29 +153,38 @@ class Target:
 
         With `branches` the ids are a tree behind the cache, else a chain.
         """
-        more = {} if branches is None else self.tree_arguments(branches, cache.length, cache.length)
+        more = {}
+        if branches is not None:
+            start, end = cache.length, cache.length + ids.shape[0]
+            more = self.tree_arguments(branches.depths, branches.visible, start, end)
         output = self.model(input_ids=ids[None], cache=cache, logits_to_keep=n_logits, **more)
         features = None if self._tap is None else self._tap.take()[0]
         return Forward(output.logits[0], features, self.head_input[0])
 
-    def tree_arguments(self, branches: Branches, length: int, width: int) -> dict[str, Any]:
+    def tree_arguments(
+        self,
+        depths: Tensor,  # [n]
+        visible: Tensor,  # [n, n] bool
+        length: int | Tensor,
+        width: int,
+    ) -> dict[str, Any]:
         """Position ids and masks of a tree behind `length` cached positions.
 
-        `width` is how many positions of the cache attention reads before the new ones end: equal
-        to `length` unless the cache has a fixed size. Layers with a sliding window get a mask of
-        their own.
+        `width` is how many positions of the cache attention reads: the new ones end it, unless the
+        cache has a fixed size. Layers with a sliding window get a mask of their own.
         """
-        n, device = branches.depths.shape[0], branches.depths.device
-        positions = branches.depths + length
-        seen = torch.zeros(n, max(width, length + n), dtype=torch.bool, device=device)
-        seen[:, :length] = True
-        seen[:, length : length + n] = branches.visible
+        n, positions = depths.shape[0], depths + length
+        places = torch.arange(width, device=depths.device)
+        # Not written into an expanded mask: inductor gets that wrong (torch 2.13).
+        behind = places - length
+        node = behind.clamp(0, n - 1)
+        held, new = behind < 0, (behind >= 0) & (behind < n)
+        seen = held | (new & visible[:, node])
         masks = {"full_attention": seen}
         window = getattr(self.config, "sliding_window", None)
         kinds = set(getattr(self.config, "layer_types", None) or ())
         if window is not None and (not kinds or "sliding_attention" in kinds):
-            at = torch.arange(seen.shape[1], device=device)
-            at[length : length + n] = positions
+            at = torch.where(new, positions[node], places)
             masks["sliding_attention"] = seen & (positions[:, None] - at < window)
         kinds = kinds or {list(masks)[-1]}
         floats = {kind: self._additive(masks[kind]) for kind in kinds}

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from blockpilot.base.errors import UserError
+from blockpilot.decoding.compiled import CompiledTarget
 from blockpilot.decoding.native.stack import MOST_ROWS, WHOLE, Rope, Stack, linear
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
+from blockpilot.drafters.dflash_static import StaticBlocks
 from blockpilot.drafters.forms.checkpoints import (
     fill_network,
     fingerprint_of,
@@ -57,6 +59,7 @@ class DFlashDrafter:
         self.feature_layers: tuple[int, ...] = ()
         self._cycles = self._tokens = 0
         self._drafted = self._warned = False
+        self._static: StaticBlocks | None = None
 
     def bind(self, target: TargetModel) -> None:
         """Load the network and check that it belongs to this target.
@@ -83,26 +86,42 @@ class DFlashDrafter:
         self._stack = native_stack(self.network) if target.engine == "native" else None
         mask = torch.tensor([config.mask_token_id], device=target.device)
         self._mask_embedding = target.embed(mask)  # [1, D]
+        if not isinstance(target, CompiledTarget):
+            self._static = None
+        elif self._static is None or self._static.target is not target:
+            self._static = StaticBlocks(self.network, target, self._mask_embedding)
 
     def start(self, view: View, capacity: int) -> None:
         """Room for the keys and values of `capacity` positions, filled with the prompt's."""
         assert view.new_features is not None
-        shape, like = self.network.config.layers, self._mask_embedding
-        self._slab = like.new_empty(
-            len(self.network.layers), 2, shape.num_key_value_heads, capacity, shape.head_dim
-        )
-        places = torch.arange(capacity, device=like.device)
-        self._rope = Rope(*self.network.rope(places, like.dtype))
         self._length, self._unread = 0, [view.new_features]
+        if self._static is not None:
+            self._room = self._static.room(capacity)
+            self._rope = Rope(self._room.cos, self._room.sin)
+        else:
+            shape, like = self.network.config.layers, self._mask_embedding
+            self._slab = like.new_empty(
+                len(self.network.layers), 2, shape.num_key_value_heads, capacity, shape.head_dim
+            )
+            places = torch.arange(capacity, device=like.device)
+            self._rope = Rope(*self.network.rope(places, like.dtype))
         self._read_context()
 
     def draft(self, view: View, n_slots: int) -> Draft:
         """Propose `n_slots - 1` tokens; the block needs no rollback, the next one overwrites it."""
-        self._read_context()
-        masks = self._mask_embedding.expand(n_slots - 1, -1)
-        hidden = self._block(torch.cat([self._target.embed(view.anchor), masks]))  # [B - 1, D]
-        logits = self._target.logits(hidden)  # [B - 1, V]
         self._drafted = True
+        n_unread = sum(each.shape[0] for each in self._unread)
+        if self._static is None or n_unread > n_slots:
+            self._read_context()
+        if self._static is not None:
+            logits = self._static.draft(
+                view.anchor, self._room, self._length, self._unread, n_slots
+            )
+            self._length, self._unread = view.position, []
+        else:
+            masks = self._mask_embedding.expand(n_slots - 1, -1)
+            hidden = self._block(torch.cat([self._target.embed(view.anchor), masks]))
+            logits = self._target.logits(hidden)  # [B - 1, V]
         return Draft(logits.argmax(dim=-1), logits)
 
     def observe(self, verdict: Verdict) -> None:
@@ -178,7 +197,8 @@ class DFlashDrafter:
             fused = linear(features, self.network.fc.weight).to(features.dtype)
             self._stack.extend(self.network.hidden_norm(fused), self._slab, start, rope)
             return
-        self.network.read(features[None], self._slab[:, :, None], start, rope.cos, rope.sin)
+        slabs = self._slab[:, :, None] if self._static is None else self._room.slabs
+        self.network.read(features[None], slabs, start, rope.cos, rope.sin)
 
     def _block(self, x: Tensor) -> Tensor:
         """Final hidden states [B - 1, D] of one block x [B, D] behind the cached context, without

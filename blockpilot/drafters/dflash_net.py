@@ -200,14 +200,18 @@ class DFlashNetwork(nn.Module):
         cos, sin = self.rotary(like, positions[None])
         return cos[0], sin[0]
 
-    def read(self, features: Tensor, slab: Tensor, start: int, cos: Tensor, sin: Tensor) -> None:
-        """Keys and values of context positions from `start` on, into the slab of a cache.
-
-        features [R, C, n * D], slab [L, 2, R, G, capacity, d], cos and sin [C, d] of the positions.
-        """
+    def read(
+        self,
+        features: Tensor,  # [R, C, n * D]
+        slab: Tensor | Sequence[tuple[Tensor, Tensor]],  # [L, 2, R, G, capacity, d], or its parts
+        start: int,
+        cos: Tensor,  # [C, d] of the positions
+        sin: Tensor,
+    ) -> None:
+        """Keys and values of context positions from `start` on, into the slab of a cache."""
         context, end = self.context(features), start + features.shape[1]
-        for layer, held in zip(self.stack, slab, strict=True):
-            held[0, :, :, start:end], held[1, :, :, start:end] = layer.self_attn.keys_values(
+        for layer, (keys, values) in zip(self.stack, slab, strict=True):
+            keys[:, :, start:end], values[:, :, start:end] = layer.self_attn.keys_values(
                 context, cos, sin
             )
 
