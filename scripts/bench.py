@@ -32,7 +32,7 @@ from blockpilot.generate import open_pair
 from blockpilot.prompts.bundled import BundledSet
 from blockpilot.prompts.render import render
 
-N_PROMPTS, N_PEERS, N_REPLAYED = 8, 6, 8
+N_PROMPTS, N_PEERS, N_REPLAYED = 6, 6, 6
 FORMATS = dict.fromkeys(("maths", "chat", "code"), "{turn}")
 
 

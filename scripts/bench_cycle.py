@@ -25,7 +25,7 @@ from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.policies.tree import TreePolicy
 from blockpilot.stats.intervals import bootstrap
 
-N_TOKENS, N_COUNTED, ROUNDS = 48, 9, 2
+N_TOKENS, N_COUNTED, ROUNDS = 32, 9, 2
 TREES = (8, 16)  # positions, the anchor counted
 
 

@@ -29,7 +29,7 @@ from blockpilot.generate import Pair
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.stats.intervals import bootstrap
 
-N_TOKENS, LOOKUP, ROUNDS = 256, 7, 2
+N_TOKENS, LOOKUP = 256, 7
 COMPILED_FROM = 64  # tokens; compiling takes a minute or two
 WARM_UP, CAPACITY = 4, 512  # positions of the compiled peer's cache: it reads them all
 
@@ -175,8 +175,8 @@ PEERS = {
 
 
 def bench_peers(pair: Pair, targets: dict[str, Target], prompts: list[list[int]]) -> Section:
-    """Milliseconds per token behind the first one, there and back; a run of one token is taken off
-    each side. Ratios are medians over prompts with their 95% interval.
+    """Milliseconds per token behind the first one, every second prompt in the opposite order; a run
+    of one token is taken off each side. Ratios are medians over prompts with their 95% interval.
     """
     runs = decoders(pair, targets)
     n_tokens = answer_length(pair, N_TOKENS)
@@ -186,13 +186,12 @@ def bench_peers(pair: Pair, targets: dict[str, Target], prompts: list[list[int]]
         length = n_tokens if number else WARM_UP
         spent = dict.fromkeys(runs, 0.0)
         said: dict[str, list[int]] = {}
-        for round_ in range(ROUNDS if number else 1):
-            for name, run in list(runs.items())[:: -1 if round_ % 2 else 1]:
-                whole, said[name] = timed(pair.target.device, run, ids, length)
-                spent[name] += whole - timed(pair.target.device, run, ids, 1)[0]
+        for name, run in list(runs.items())[:: -1 if number % 2 else 1]:
+            whole, said[name] = timed(pair.target.device, run, ids, length)
+            spent[name] = whole - timed(pair.target.device, run, ids, 1)[0]
         for name in runs if number else ():
             if len(said[name]) > 1:
-                per_token[name].append(1e3 * spent[name] / ROUNDS / (len(said[name]) - 1))
+                per_token[name].append(1e3 * spent[name] / (len(said[name]) - 1))
                 texts[name].append(said[name])
     table = Table("", "ms per token", "peer / ours (95%)", "peer", "same text")
     table.title = f"answers of {n_tokens} tokens less their first, {len(prompts)} prompts"

@@ -271,9 +271,7 @@ class Stack:
         return rows
 
 
-def _stack(
-    layers: list[nn.Module], norm: nn.Module, head: nn.Module | None, *sizes: Any
-) -> Stack:
+def _stack(layers: list[nn.Module], norm: nn.Module, head: nn.Module | None, *sizes: Any) -> Stack:
     names = ("heads", "kv_heads", "head_dim", "eps", "scale")
     return Stack(layers, norm, head, **dict(zip(names, sizes, strict=True)))
 
