@@ -26,6 +26,7 @@ from blockpilot.policies.tree import TreePolicy
 from blockpilot.stats.intervals import bootstrap
 
 N_TOKENS, N_COUNTED, ROUNDS = 32, 9, 2
+_ALLOCATING = ("aten::empty", "aten::empty_strided", "aten::resize_")
 TREES = (8, 16)  # positions, the anchor counted
 
 
@@ -185,7 +186,7 @@ def _counted(target: Target, method: Method, ids: list[int], n_tokens: int) -> d
 
     target.forward = marked  # type: ignore[method-assign]
     try:
-        with profile(activities=activities, profile_memory=True) as profiler:
+        with profile(activities=activities) as profiler:
             trace = decode(target, method, ids, KeyedSampler(), n_tokens)
     finally:
         del target.forward
@@ -207,7 +208,6 @@ def _counted(target: Target, method: Method, ids: list[int], n_tokens: int) -> d
         "aten_outside_target": len(outside),
         "kernels": len(device),
         "waits": sum("Synchronize" in each.name for each in events),
-        "allocations": sum(each.name == "[memory]" and each.cpu_memory_usage > 0 for each in events)
-        or sum(each.self_cpu_memory_usage > 0 for each in events),
+        "allocations": sum(each.name in _ALLOCATING for each in operations),
         "cycles": len(trace.committed),
     }

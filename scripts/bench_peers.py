@@ -112,11 +112,11 @@ class Untouched:
         self._static.reset()
         stops = self.model.generation_config.eos_token_id or []
         given = torch.tensor([ids], device=self.device)
-        logits = self.model(given, past_key_values=self._static, logits_to_keep=1).logits
+        logits = self.model(given, cache=self._static, logits_to_keep=1).logits
         tokens = [int(logits[0, -1].argmax())]
         while len(tokens) < n_tokens and tokens[-1] not in stops:
             given = torch.tensor([tokens[-1:]], device=self.device)
-            logits = self._step(given, past_key_values=self._static, logits_to_keep=1).logits
+            logits = self._step(given, cache=self._static, logits_to_keep=1).logits
             tokens.append(int(logits[0, -1].argmax()))
         return tokens
 
