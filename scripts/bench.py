@@ -5,7 +5,7 @@
 
 Takes the options of `python -m blockpilot.generate`; decoding.max_new_tokens shortens the answers.
 The engine asked for is measured beside the eager one, interleaved. Prints one table per part and
-writes them and all figures, with code and machine, into <paths.outputs>/bench/<run id>.
+writes them and all figures, with code and machine, into <paths.outputs>/bench/<time>.txt and .json.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def main(overrides: list[str]) -> None:
     show(bench_replay(pair, pair.target, prompts[:N_REPLAYED], machine.limits, generate_ms))
     made_by = {**facts(pair.target.device), "dtype": str(pair.target.dtype)}
     text = json.dumps({"model": pair.cfg.model.name, "made_by": made_by, **figures}, indent=1)
-    folder = Path(pair.cfg.paths.outputs) / "bench"
+    folder, name = Path(pair.cfg.paths.outputs) / "bench", run_id()
     make_folder(folder)
     contents = {".json": text.encode(), ".txt": console.export_text().encode()}
     for ending, content in contents.items():
-        replace_file(folder / f"{run_id()}{ending}", partial(_write, content))
-    console.print(f"figures in {folder / run_id()}.json")
+        replace_file(folder / f"{name}{ending}", partial(_write, content))
+    console.print(f"figures in {folder / name}.json")
 
 
 def _write(content: bytes, stream: BinaryIO) -> None:
