@@ -208,7 +208,7 @@ def test_without_a_compiler_auto_is_eager_and_native_says_so(
 
 
 def test_a_compiler_that_fails_is_told_in_one_line_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho 'kernels.cpp: no such luck' >&2; exit 1\n")
@@ -219,6 +219,8 @@ def test_a_compiler_that_fails_is_told_in_one_line_and_leaves_nothing(
     try:
         with pytest.raises(UserError, match=r"cannot compile the kernels \(kernels.cpp: no such"):
             compiler.kernels()
+        assert with_engine(tiny_target(), "auto").engine == "eager"
+        assert "engine eager, since the native one cannot be made" in caplog.text
     finally:
         compiler.kernels.cache_clear()
     assert not list((tmp_path / "cache").iterdir())

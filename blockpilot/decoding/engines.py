@@ -16,10 +16,14 @@ log = logging.getLogger(__name__)
 def _auto(target: Target) -> Target:
     """The native engine where it can run this target, else the eager one."""
     reason = why_not_native(target)
-    if reason is None:
+    if reason is not None:
+        log.info("engine eager; not native, since %s", reason)
+        return target
+    try:
         return NativeTarget(target)
-    log.info("engine eager; not native, since %s", reason)
-    return target
+    except UserError as error:  # a compiler that cannot make the kernels
+        log.warning("engine eager, since the native one cannot be made: %s", error)
+        return target
 
 
 ENGINES: dict[str, Callable[[Target], Target]] = {

@@ -30,7 +30,7 @@ constexpr int BYTES = 32;
 #endif
 
 // Compilers load an operand again for every product with it, and loads are what is short.
-#if defined(__x86_64__)
+#if defined(__AVX__)
 #define IN_REGISTER(vector) __asm__("" : "+v"(vector))
 #else
 #define IN_REGISTER(vector)
