@@ -80,16 +80,15 @@ class Target:
         self.stop_ids = frozenset(i for i in _stop_ids(model, tokenizer) if i < self.embed_rows)
         self.compile_s = 0.0  # spent so far in first calls of a shape, by an engine that compiles
         self._tap: FeatureTap | None = None
-        self.head_input: Tensor  # [R, n, D] of the last forward
-        self._head.register_forward_pre_hook(self._keep_head_input)
+        self._read = _HeadInput()
+        self._head.register_forward_pre_hook(self._read)
         if self.device.type == "cpu" and self.dtype == torch.float32:
             self._head.forward = partial(_few_rows, self._head)  # type: ignore[method-assign]
 
-    def _keep_head_input(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        # The last positions of a batch are a strided view, for which a CPU multiplies every row
-        # with its own copy of the matrix: seconds instead of milliseconds.
-        self.head_input = args[0].contiguous()
-        return (self.head_input, *args[1:])
+    @property
+    def head_input(self) -> Tensor:
+        """What the LM head read in the last forward, [R, n, D]."""
+        return self._read.hidden
 
     def capture(self, layer_ids: Sequence[int]) -> None:
         """From now on `forward` returns the concatenated outputs of these layers."""
@@ -196,6 +195,18 @@ class Target:
         lowest = torch.finfo(self.dtype).min
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return mask.masked_fill_(~seen, lowest)[None, None]
+
+
+class _HeadInput:
+    """Keeps what an LM head reads. Not the target: whoever copies a model would copy it too."""
+
+    hidden: Tensor
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # The last positions of a batch are a strided view, for which a CPU multiplies every row
+        # with its own copy of the matrix: seconds instead of milliseconds.
+        self.hidden = args[0].contiguous()
+        return (self.hidden, *args[1:])
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
