@@ -40,7 +40,7 @@ quality: setup ## Check style and types, exactly as CI does
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: setup ## Show what a decoding cycle spends its time on
+bench: setup ## Measure cycles against their floor, peers and replays: a quarter of an hour
 	$(PY) scripts/bench.py
 
 clean: ## Remove caches and build products; .venv and outputs stay

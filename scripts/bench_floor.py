@@ -6,7 +6,6 @@ highest of several kernels' bandwidths, and its multiplications at the highest o
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,9 +36,6 @@ class Work:
 
     bytes: float
     operations: float  # a multiplication and an addition are two
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.bytes + other.bytes, self.operations + other.operations)
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class Machine:
         return " and ".join(parts)
 
 
-def target_work(target: Target, rows: int, context: int, n_logits: int | None = None) -> Work:
+def target_work(target: Target, rows: int, context: int) -> Work:
     """One forward of the target over `rows` positions behind `context` cached ones."""
     config: Any = target.config
     head = target.model.get_output_embeddings().weight
@@ -112,8 +108,8 @@ def target_work(target: Target, rows: int, context: int, n_logits: int | None = 
     layers = len(target.layers)
     cached = 2 * layers * kv_heads * d * (context + rows)
     attention = 4 * layers * heads * d * rows * (context + rows)
-    weights = inside * rows + head.numel() * (rows if n_logits is None else n_logits)
-    return Work((inside + head.numel() + cached) * head.element_size(), 2 * weights + attention)
+    weights = inside + head.numel()
+    return Work((weights + cached) * head.element_size(), 2 * weights * rows + attention)
 
 
 def drafter_work(target: Target, drafter: Any, rows: int, context: int) -> list[Work]:
@@ -130,8 +126,3 @@ def drafter_work(target: Target, drafter: Any, rows: int, context: int) -> list[
         Work((inside + cached) * size, 2 * inside * rows),
         Work(head.numel() * size, 2 * head.numel() * (rows - 1)),
     ]
-
-
-def median(values: list[float]) -> float:
-    """Median, for short."""
-    return statistics.median(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from bench_cycle import Section, answer_length
-from bench_floor import median, seconds
+from bench_floor import seconds
 from rich.table import Table
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, StaticCache
@@ -197,7 +198,7 @@ def bench_peers(pair: Pair, targets: dict[str, Target], prompts: list[list[int]]
     table.title = f"answers of {n_tokens} tokens less their first, {len(prompts)} prompts"
     figures: dict[str, Any] = {}
     for name, values in per_token.items():
-        figures[name] = {"ms_per_token": median(values)}
+        figures[name] = {"ms_per_token": statistics.median(values)}
         kind = name.partition(": ")[2]
         rows = [("", "", "")]
         for peer in (each for each in PEERS.get(kind, ()) if each in runs):

@@ -58,7 +58,13 @@ def bench_replay(
         for name, candidates in (("replay", 0), ("replay with marginals", TOP)):
             job = _replayer(target, drafter, text, len(ids), one, methods, candidates)
             spent[name].append(seconds(device, job))
-        spent["floor"].append(_floor_s(target, drafter, text, len(ids), one, methods, limits))
+        asked = _head_rows(target, _replayer(target, drafter, text, len(ids), one, methods, 0))
+        head = target.model.get_output_embeddings().weight
+        operations = 2.0 * asked * head.numel()
+        for block in methods:  # each through the drafter, behind every anchor
+            network = drafter_work(target, drafter, block.drafted, len(text) // 2)[:1]
+            operations += len(one.tokens) * sum(each.operations for each in network)
+        spent["floor"].append(operations / limits.operations_s)
         spent["generate"].append(1e-3 * generate_ms * len(one.tokens))
         for block, method in methods.items():
             traces: list[Trace] = []
@@ -108,19 +114,9 @@ def _replayer(
     )
 
 
-def _floor_s(
-    target: Target,
-    drafter: Any,
-    text: torch.Tensor,
-    start: int,
-    one: Answer,
-    blocks: Iterable[Block],
-    limits: Limits,
-) -> float:
-    """Seconds of a replay's multiplications: all blocks through the drafter, and through the LM
-    head the slots that the replay asked for."""
-    asked = [0]
-    head = target.logits
+def _head_rows(target: Target, job: Callable[[], object]) -> int:
+    """Rows that a replay sends through the LM head."""
+    asked, head = [0], target.logits
 
     def counting(hidden: torch.Tensor) -> torch.Tensor:
         asked[0] += hidden.shape[:-1].numel()
@@ -128,15 +124,10 @@ def _floor_s(
 
     target.logits = counting  # type: ignore[method-assign]
     try:
-        _replayer(target, drafter, text, start, one, blocks, 0)()
+        job()
     finally:
         del target.logits
-    n_anchors = len(text) - start
-    operations = 2.0 * asked[0] * target.model.get_output_embeddings().weight.numel()
-    for block in blocks:
-        works = drafter_work(target, drafter, block.drafted, len(text) // 2)
-        operations += sum(each.operations for each in works[:1]) * n_anchors
-    return operations / limits.operations_s
+    return asked[0]
 
 
 def _decoder(

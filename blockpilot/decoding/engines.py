@@ -6,11 +6,19 @@ import logging
 from collections.abc import Callable
 
 from blockpilot.base.errors import UserError
+from blockpilot.decoding.checks import check_target
 from blockpilot.decoding.compiled import CompiledTarget
 from blockpilot.decoding.native.target import NativeTarget, why_not_native
 from blockpilot.decoding.target import Target
 
 log = logging.getLogger(__name__)
+
+
+def _native(target: Target) -> Target:
+    """The native engine, tried on this target against the model's own code."""
+    native = NativeTarget(target)
+    check_target(native)
+    return native
 
 
 def _auto(target: Target) -> Target:
@@ -20,8 +28,8 @@ def _auto(target: Target) -> Target:
         log.info("engine eager; not native, since %s", reason)
         return target
     try:
-        return NativeTarget(target)
-    except UserError as error:  # a compiler that cannot make the kernels
+        return _native(target)
+    except UserError as error:  # a compiler that cannot make the kernels, or a foreign model
         log.warning("engine eager, since the native one cannot be made: %s", error)
         return target
 
@@ -29,7 +37,7 @@ def _auto(target: Target) -> Target:
 ENGINES: dict[str, Callable[[Target], Target]] = {
     "auto": _auto,
     "eager": lambda target: target,
-    "native": NativeTarget,
+    "native": _native,
     "compiled": CompiledTarget,
 }
 

@@ -31,7 +31,7 @@ from blockpilot.drafters.forms.checkpoints import (
     size_of,
 )
 from blockpilot.drafters.forms.config import ConfigReader
-from blockpilot.drafters.layers import new_shape
+from blockpilot.drafters.layers import native_stack, new_shape
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,9 @@ class DFlashDrafter:
         settle(self.network, target)
         self.trained_block_size, self.feature_layers = config.block_size, config.target_layer_ids
         self._target = target
-        self._stack = native_stack(self.network) if target.engine == "native" else None
+        self._stack: Stack | None = None
+        if target.engine == "native":
+            self._stack = native_stack(self.network.stack, self.network.norm, config.layers)
         mask = torch.tensor([config.mask_token_id], device=target.device)
         self._mask_embedding = target.embed(mask)  # [1, D]
         if not isinstance(target, CompiledTarget):
@@ -223,20 +225,6 @@ class BlockProposals:
     def logits(self, rows: Tensor, slot: int) -> Tensor:
         """Logits [n, V] of one slot of the anchors `rows` [n]."""
         return self.target.logits(self.hidden[rows, slot])
-
-
-def native_stack(network: DFlashNetwork) -> Stack:
-    """The layers and the final norm for the kernels, where they are now."""
-    shape = network.config.layers
-    return Stack(
-        network.stack,
-        network.norm,
-        heads=shape.num_attention_heads,
-        kv_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        eps=shape.rms_norm_eps,
-        scale=shape.head_dim**-0.5,
-    )
 
 
 def load_network(

@@ -30,7 +30,7 @@ from blockpilot.drafters.forms.checkpoints import (
     size_of,
 )
 from blockpilot.drafters.forms.config import ConfigReader, check_layers
-from blockpilot.drafters.layers import new_shape
+from blockpilot.drafters.layers import native_stack, new_shape
 
 _RENAMED = "layers.0."  # what some converters call midlayer
 _MIDLAYER = "midlayer."
@@ -100,7 +100,10 @@ class Eagle3Drafter:
         check_head(self.network.config, target, self.checkpoint)
         settle(self.network, target)
         self.feature_layers = self.network.config.target_layer_ids
-        self._stack = native_stack(self.network) if target.engine == "native" else None
+        self._stack: Stack | None = None
+        if target.engine == "native":
+            shape = self.network.config.layer
+            self._stack = native_stack([self.network.midlayer], self.network.norm, shape)
         self._embed: Any = self.network.embed_tokens if self.network.config.embeds else target.embed
 
     def start(self, view: View, capacity: int) -> None:
@@ -160,16 +163,22 @@ class Eagle3Drafter:
         at = torch.arange(k, device=tokens.device)  # its places among all proposals
         hidden = self._last.expand(k, -1)
         native = self._stack is not None and k <= MOST_ROWS
-        parents = [-1] * k  # of all rows behind the context, for the kernels
-        ends = [self._length + (level + 1) * k for level in range(n_passes)]
-        seen = torch.zeros(k, max(ends, default=0), dtype=torch.bool, device=tokens.device)
-        seen[:, : self._length] = True  # which slots each row sees, for torch
+        if native:  # what each row sees: its ancestors, or the slots of a mask
+            parents = [-1] * k
+        else:
+            width = self._length + n_passes * k
+            seen = torch.zeros(k, width, dtype=torch.bool, device=tokens.device)
+            seen[:, : self._length] = True
         n_proposed = k
         for level in range(n_passes):
             position = torch.full_like(tokens, self._length + level)
-            start, end = ends[level] - k, ends[level]
-            seen[:, start:end].fill_diagonal_(True)
-            sight = Tree(self._length, parents) if native else seen[:, :end]
+            start = self._length + level * k
+            sight: Tree | Tensor
+            if native:
+                sight = Tree(self._length, parents)
+            else:
+                seen[:, start : start + k].fill_diagonal_(True)
+                sight = seen[:, : start + k]
             output = self._pass(hidden, tokens, position, start, sight)
             gains, children = self._best(output)
             totals, children = (scores[:, None] + gains).flatten(), children.flatten()
@@ -230,20 +239,6 @@ class Eagle3Drafter:
             enable_gqa=True,
         )
         return layer.finish(features, attended[0])
-
-
-def native_stack(network: Eagle3Network) -> Stack:
-    """The layer for the kernels, where it is now."""
-    shape = network.config.layer
-    return Stack(
-        [network.midlayer],
-        network.norm,
-        heads=shape.num_attention_heads,
-        kv_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        eps=shape.rms_norm_eps,
-        scale=shape.head_dim**-0.5,
-    )
 
 
 def load_head(

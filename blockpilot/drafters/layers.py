@@ -6,6 +6,7 @@ a block, H query heads, G key/value heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
+from blockpilot.decoding.native.stack import Stack
 from blockpilot.drafters.forms.config import static_rope
 
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -63,6 +65,19 @@ def packed_attention(
     attended = torch.einsum("agqc,gcd->agqd", weights[..., :c], context_kv[1])
     attended = attended + weights[..., c:] @ block_kv[1]
     return attended.reshape(a, h, b, d)
+
+
+def native_stack(layers: Sequence[nn.Module], norm: nn.Module, shape: Any) -> Stack:
+    """A drafter's layers and final norm for the kernels, where they are now."""
+    return Stack(
+        layers,
+        norm,
+        heads=shape.num_attention_heads,
+        kv_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        eps=shape.rms_norm_eps,
+        scale=shape.head_dim**-0.5,
+    )
 
 
 def new_shape(target: Any) -> dict[str, Any]:

@@ -336,7 +336,7 @@ void attend(const S* q, const W* keys, const W* values, const Sight& sight, long
   }
   const S most = *std::max_element(scores, scores + size);
   Vec<S> sums{};
-  for (j = size; j % n; j++) scores[j] = -INFINITY;  // the last vector is whole: exp gives 0
+  for (j = size; j % n; j++) scores[j] = -INFINITY;  // to a whole vector: their exp is lost in rounding
   for (j = 0; j < size; j += n) {
     const Vec<S> each = exponential(load(scores + j) - most);
     store(scores + j, each);

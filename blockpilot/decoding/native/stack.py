@@ -53,6 +53,9 @@ _WEIGHTS = {
 }
 """Members of the kernels' Layer, in order, and the parameters of a module that they are."""
 
+READ = frozenset(_WEIGHTS.values())
+"""Parameters of a layer that the kernels read."""
+
 _OPTIONAL = ("q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm")
 
 

@@ -17,6 +17,7 @@ from blockpilot.decoding.native.compiler import compiler
 from blockpilot.decoding.native.stack import (
     CAUSAL,
     MOST_ROWS,
+    READ,
     Rope,
     Stack,
     Tree,
@@ -59,6 +60,9 @@ def why_not_native(target: Target) -> str | None:
         if name.endswith("_proj")
     ):
         return "its projections are no plain linear layers"
+    own = {name for layer in target.layers for name, _ in layer.named_parameters()}
+    if unread := sorted(own - READ):
+        return f"it knows no {unread[0]}"
     if compiler() is None:
         return "no C++ compiler is found; install g++ or name one in CXX"
     return None
