@@ -141,6 +141,9 @@ class MinimalPolicy:
     def next(self, draft: Draft, view: View) -> Draft:
         return draft
 
+    def observe(self, verdict: Verdict) -> None:
+        pass
+
 
 def perfect(cycle: int) -> Sequence[int]:
     """Script of a drafter that is always right."""

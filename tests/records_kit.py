@@ -45,6 +45,9 @@ class FakeTrace:
     committed: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
+    quoted: list[int] = field(default_factory=list)
+    repeated: list[int] = field(default_factory=list)
     stop_reason: str = "stop"
     prefill_s: float = 0.5
     decode_s: float = 1.0
@@ -63,6 +66,9 @@ def make_trace(committed: Sequence[int], *, decode_s: float = 1.0, salt: int = 0
         committed=list(committed),
         drafted=[max(committed, default=1)] * len(committed),
         verified=[max(committed, default=1)] * len(committed),
+        copied=[0] * len(committed),
+        quoted=[0] * len(committed),
+        repeated=[0] * len(committed),
         decode_s=decode_s,
     )
 

@@ -226,6 +226,9 @@ def predicted(tmp_path: Path) -> tuple[Path, Path]:
                 committed=committed,
                 drafted=[drafted] * len(committed),
                 verified=[verified] * len(committed),
+                copied=[0] * len(committed),
+                quoted=[0] * len(committed),
+                repeated=[0] * len(committed),
             )
             rows.append(ok_row(settings, trace, prompt_ids=range(3)))
     with open_store(run.path) as store:

@@ -38,9 +38,14 @@ def build(file: Path, **values: object) -> object:
     return instantiate(node.part, _convert_="all")
 
 
-def bound_methods(drafter_file: Path, policy: Path, target: Target) -> Iterator[tuple[str, Method]]:
-    """Bound methods of a drafter and a policy; one, where the policy is given no size."""
-    drafter: Any = build(drafter_file)
+def bound_methods(
+    drafter_file: Path, policy: Path, target: Target, known: Any = None
+) -> Iterator[tuple[str, Method]]:
+    """Bound methods of a drafter and a policy; one, where the policy is given no size.
+
+    Of the drafter `known`, which is bound, or of a new one.
+    """
+    drafter: Any = known or build(drafter_file)
     drafter.bind(target)
     sized = "block_size" in OmegaConf.load(policy)
     for mode in ("draft", "verify") if sized else ("draft",):

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from decoding_kit import PROMPT, bound_dflash, plain, sampler, tiny_target, with_stops
-from test_replay import BUDGET, HASHES, PROMPTS, keyed
+from test_replay import BUDGET, HASHES, PROMPTS, keyed, known_answer
 from test_replay_trees import Unsure
 
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve, CostPoint, cost_settings
-from blockpilot.decoding.anchors import KnownAnswer
 from blockpilot.decoding.answers import answer
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.replay import replay
+from blockpilot.decoding.replay import decided, replay
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.libraspec import LibraSpecPolicy, exact_length, practical_length
@@ -101,14 +100,14 @@ def test_a_replay_has_the_cycles_of_decoding(temperature: float) -> None:
     for row, one in enumerate(said):
         drafter.gold = one.tokens
         ids, start = torch.tensor([*PROMPTS[row], *one.tokens]), len(PROMPTS[row])
-        answered = KnownAnswer(one.tokens, start, one.prefill_logits, one.prefill_hidden)
+        answered = known_answer(PROMPTS[row], one)
         for alpha in (0.5, 2.2, 9.0):
             method = Method(drafter, LibraSpecPolicy(alpha=alpha, cost=None))
             method.bind(target)
             blocks = method.policy.replay_blocks()
             found = replay(drafter, ids, start, one.features, blocks, chunk=5, candidates=1)
             wanted = decode(target, method, PROMPTS[row], keyed(temperature, [HASHES[row]]), BUDGET)
-            trace = method.policy.replayed(found, answered).trace(one.tokens, one.stop_reason)
+            trace = decided(method.policy, found, answered)
             for part in ("tokens", "committed", "drafted", "verified"):
                 assert getattr(trace, part) == getattr(wanted, part), (alpha, part)
             sizes |= set(trace.verified)

@@ -9,7 +9,8 @@ from decoding_kit import plain, sampler, tiny_target
 
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.drafters.prompt_lookup import IndexedText, PromptLookupDrafter
+from blockpilot.decoding.text import IndexedText
+from blockpilot.drafters.prompt_lookup import PromptLookupDrafter
 from blockpilot.policies.fixed import FixedPolicy
 
 
@@ -18,7 +19,7 @@ def followers(text: list[int], max_ngram: int) -> list[int]:
     indexed = IndexedText(max_ngram)
     for token in text:
         indexed.extend([token])
-    return indexed.followers(len(text))
+    return indexed.copy(len(text)).tokens
 
 
 def test_the_longest_ending_wins_then_the_latest_place() -> None:

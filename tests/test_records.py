@@ -33,6 +33,7 @@ from records_kit import (
 from blockpilot.base.errors import UserError
 from blockpilot.records.schema import (
     METHOD_FIELDS,
+    PER_CYCLE,
     SCHEMA,
     SHARED_FIELDS,
     Settings,
@@ -135,7 +136,7 @@ def test_values_come_back_as_written(tmp_path: Path) -> None:
 def _comparable(folder: Path) -> pd.DataFrame:
     """Rows apart from who wrote them when, lists as tuples so that frames compare."""
     frame = read_records(folder).drop(columns=VARYING)
-    for name in ("committed", "drafted", "verified"):
+    for name in PER_CYCLE:
         frame[name] = [tuple(int(n) for n in counts) for counts in frame[name]]
     return frame
 

@@ -7,18 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_kit import KINDS, VOCAB, ScriptedDrafter, perfect, tiny_target, with_stops
-from test_law import DRAFTERS, build
+from decoding_kit import (
+    KINDS,
+    PROMPT,
+    VOCAB,
+    ScriptedDrafter,
+    perfect,
+    plain,
+    sampler,
+    tiny_target,
+    with_stops,
+)
+from test_law import DRAFTERS, POLICIES, bound_methods, build
 from torch import Tensor
 
-from blockpilot.decoding.anchors import walk
-from blockpilot.decoding.answers import answer
+from blockpilot.decoding.anchors import TOP, KnownAnswer, walk
+from blockpilot.decoding.answers import Answer, answer
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.protocols import Drafter
+from blockpilot.decoding.protocols import Drafter, ReplayablePolicy
 from blockpilot.decoding.replay import (
     accepted_lengths,
     anchors_per_chunk,
     can_replay,
+    decided,
     marginals,
     replay,
     slot_labels,
@@ -27,6 +38,7 @@ from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Block, Draft, View
 from blockpilot.policies.fixed import FixedPolicy
+from blockpilot.records.schema import PER_CYCLE
 
 PROMPTS = [[5, 17, 3, 42, 8], [7], [9, 9, 30, 2, 11, 50, 4, 4, 23]]
 HASHES = ["a", "b", "c"]
@@ -94,6 +106,13 @@ def decoded(target: Target, drafter: Drafter, key: tuple[int, str], row: int, t:
     return decode(target, method, PROMPTS[row], keyed(t, [HASHES[row]]), BUDGET)
 
 
+def known_answer(prompt: list[int], said: Answer) -> KnownAnswer:
+    """What a policy may know of an answer."""
+    return KnownAnswer(
+        prompt, said.tokens, said.stop_reason, said.prefill_logits, said.prefill_hidden
+    )
+
+
 def compare(target: Target, drafter: Drafter, temperature: float, chunk: int) -> list[int]:
     """Replay equals decode on all prompts and blocks; all commits of wide blocks."""
     sampler = keyed(temperature, HASHES)
@@ -135,6 +154,36 @@ def test_replay_equals_decode_for_every_replayable_drafter(
     if not can_replay(drafter):
         pytest.skip("decoded instead")
     compare(target, drafter, temperature, chunk=7)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("drafter_file", DRAFTERS, ids=lambda p: p.stem)
+def test_replay_equals_decode_for_every_policy(drafter_file: Path, policy: Path) -> None:
+    """Behind prompts that hold the target's own text, where copies are accepted too."""
+    target = with_stops(tiny_target(), 3)
+    drafter: Any = build(drafter_file)
+    drafter.bind(target)
+    if not can_replay(drafter):
+        pytest.skip("decoded instead")
+    for temperature, seed in ((0.0, 0), (1.0, 0), (1.0, 1)):
+        choose = sampler(temperature, seed)
+        prompt = [*PROMPT, *(2 * plain(target, 12, choose).tokens), *PROMPT]
+        one = answer(target, [prompt], choose, BUDGET, drafter.feature_layers)[0]
+        ids = torch.tensor([*prompt, *one.tokens])
+        for name, method in bound_methods(drafter_file, policy, target, known=drafter):
+            if not isinstance(method.policy, ReplayablePolicy):
+                continue
+            kept = max(TOP, method.policy.candidates)
+            blocks = method.policy.replay_blocks()
+            if any(block.drafted > 1 for block in blocks) and drafter.trained_block_size is None:
+                continue  # asks for a block where nothing is drafted
+            found = replay(
+                drafter, ids, len(prompt), one.features, blocks, chunk=7, candidates=kept
+            )
+            trace = decided(method.policy, found, known_answer(prompt, one))
+            decoded = decode(target, method, prompt, choose, BUDGET)
+            for part in ("tokens", "stop_reason", *PER_CYCLE):
+                assert getattr(trace, part) == getattr(decoded, part), (name, temperature, part)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])

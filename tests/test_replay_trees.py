@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from decoding_kit import VOCAB, ScriptedDrafter, perfect, tiny_target, with_stops
-from test_replay import BUDGET, HASHES, PROMPTS, keyed
+from test_replay import BUDGET, HASHES, PROMPTS, keyed, known_answer
 from torch import Tensor
 
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.anchors import KnownAnswer
 from blockpilot.decoding.answers import answer
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.replay import replay
+from blockpilot.decoding.replay import decided, replay
 from blockpilot.decoding.types import Draft, View
 from blockpilot.decoding.verify import verify
 from blockpilot.policies.tree import TreePolicy
@@ -93,7 +93,7 @@ def test_trees_of_every_size_are_the_best_and_replay_as_they_decode(
         ids = [*PROMPTS[row], *one.tokens]
         start = len(PROMPTS[row])
         found = replay(drafter, torch.tensor(ids), start, one.features, [], chunk=5, candidates=127)
-        answered = KnownAnswer(one.tokens, start, one.prefill_logits, one.prefill_hidden)
+        answered = known_answer(PROMPTS[row], one)
         for nodes in (1, 7, 15, 31, 63, 127):
             trees: list[tuple[int, Draft]] = []
 
@@ -107,8 +107,7 @@ def test_trees_of_every_size_are_the_best_and_replay_as_they_decode(
             for place, draft in trees:
                 assert paths_of(draft) == best_tree(drafter.logits_at(place, 8), nodes)
                 widest = max(widest, sum(parent == 0 for parent in draft.parents or ()))
-            choices = method.policy.replayed(found, answered)
-            trace = choices.trace(one.tokens, one.stop_reason)
+            trace = decided(method.policy, found, answered)
             assert trace.tokens == wanted.tokens
             for part in ("committed", "drafted", "verified"):
                 assert getattr(trace, part) == getattr(wanted, part), (nodes, part)
@@ -123,10 +122,11 @@ def test_a_replay_that_kept_too_few_candidates_is_refused() -> None:
     drafter.gold = [place % VOCAB for place in range(20)]
     drafter.bind(tiny_target())
     found = replay(drafter, torch.tensor(drafter.gold), 1, None, [], chunk=20, candidates=16)
-    answered = KnownAnswer(drafter.gold[1:], 1, torch.zeros(VOCAB), torch.zeros(4))
-    assert len(policy(15, drafter).replayed(found, answered).blocks) == 18
-    with pytest.raises(UserError, match="63 nodes need 61 candidates per slot, the replay kept 16"):
-        policy(63, drafter).replayed(found, answered)
+    answered = KnownAnswer([0], drafter.gold[1:], "budget", torch.zeros(VOCAB), torch.zeros(4))
+    assert sum(decided(policy(15, drafter), found, answered).committed) == 18
+    told = "policy tree: it reads 61 candidates per slot, the replay kept 16"
+    with pytest.raises(UserError, match=told):
+        decided(policy(63, drafter), found, answered)
 
 
 def ddtree(nodes: int) -> TreePolicy:

@@ -27,10 +27,11 @@ class Marginals:
 
 @dataclass(frozen=True)
 class KnownAnswer:
-    """What a policy may know of an answer that it did not decode itself."""
+    """An answer that a policy did not decode itself."""
 
+    prompt_ids: Sequence[int]
     tokens: list[int]
-    n_prompt_tokens: int
+    stop_reason: str
     prefill_logits: Tensor  # [V]
     prefill_hidden: Tensor  # [D]
 
@@ -45,33 +46,18 @@ class Replay:
 
     def trace(self, block: Block, tokens: list[int], stop_reason: str) -> Trace:
         """The trace that decoding with this block in every cycle would have left, without times."""
-        return fixed_choices(self, block).trace(tokens, stop_reason)
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What a policy would do at every anchor of an answer, and what that accepts."""
-
-    accepted: list[int]  # [A] proposals
-    blocks: list[Block]  # [A]
-
-    def trace(self, tokens: list[int], stop_reason: str) -> Trace:
-        """The trace of the cycles that a walk over these anchors visits, without times."""
-        committed = walk(self.accepted)
-        cycles = [self.blocks[place] for place in visited(self.accepted)]
+        committed = walk(self.accepted[block].tolist())
+        n, nothing = len(committed), [0] * len(committed)
         return Trace(
             tokens=tokens,
             committed=committed,
-            drafted=[block.drafted - 1 if block.verified > 1 else 0 for block in cycles],
-            verified=[block.verified for block in cycles],
+            drafted=[block.drafted - 1 if block.verified > 1 else 0] * n,
+            verified=[block.verified] * n,
+            copied=nothing,
+            quoted=nothing,
+            repeated=nothing,
             stop_reason=stop_reason,
         )
-
-
-def fixed_choices(known: Replay, block: Block) -> Choices:
-    """The same block at every anchor."""
-    accepted = known.accepted[block].tolist()
-    return Choices(accepted, [block] * len(accepted))
 
 
 def visited(accepted: Sequence[int]) -> list[int]:

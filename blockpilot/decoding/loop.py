@@ -147,23 +147,23 @@ class _Run:
         block = policy.block(view)
         self.clock.mark("policy")
         draft = Draft(view.anchor[:0])
-        if block.verified > 1:
+        if block.drafted > 1:
             draft = drafter.draft(view, block.drafted)
             self.clock.mark("draft")
-            self.trace.drafted.append(draft.tokens.shape[0])
+        n_drafted = draft.tokens.shape[0]
+        if block.verified > 1:
             draft = policy.next(draft, view)
             self.clock.mark("policy")
-        else:
-            self.trace.drafted.append(0)
-        self.trace.verified.append(draft.tokens.shape[0] + 1)
         verdict = verify(self.target, self.cache, view, draft, self.choose)
         self.clock.mark("verify")
-        self.trace.committed.append(self.commit(verdict.tokens))
+        self.trace.count(n_drafted, draft, verdict.path, self.commit(verdict.tokens))
         position = view.position + len(verdict.tokens)
         self.clock.mark("other")
         if policy.speculates:
             drafter.observe(verdict)
         self.clock.mark("draft")
+        policy.observe(verdict)
+        self.clock.mark("policy")
         self.clock.lap()
         timed = None
         if policy.reads_clock and len(self.trace.verified) > 1:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from blockpilot.decoding.anchors import Choices, KnownAnswer, Replay
 from blockpilot.decoding.cache import SlabCache
 from blockpilot.decoding.types import Block, Branches, Draft, Forward, Verdict, View
 
@@ -118,7 +117,7 @@ class Batchable(Protocol):
 
 
 class Policy(Protocol):
-    """Picks the block: `block` before a draft, `next` after it."""
+    """Picks the block: `block` before a draft, `next` after it, and `observe` after verifying."""
 
     name: str
     fingerprint: str | None  # of what was learnt, measured or set and decides; known once bound
@@ -142,20 +141,22 @@ class Policy(Protocol):
         ...
 
     def next(self, draft: Draft, view: View) -> Draft:
-        """What to verify of the draft."""
+        """What to verify: the draft, a part of it, a tree of its candidates, or something else."""
+        ...
+
+    def observe(self, verdict: Verdict) -> None:
+        """What the cycle committed."""
         ...
 
 
 @runtime_checkable
 class ReplayablePolicy(Protocol):
-    """What a policy also offers whose choices follow from what a replay keeps of an answer."""
+    """What a policy also offers whose choices follow from what a replay keeps of an answer: the
+    text, accepted lengths and, of each slot of the trained block, the best candidates.
+    """
 
-    candidates: int  # best tokens of each slot of the trained block that it reads; 0: none
+    candidates: int  # of each slot of the trained block that it reads; 0: none
 
     def replay_blocks(self) -> list[Block]:
-        """Blocks whose accepted lengths its replay reads; known once bound."""
-        ...
-
-    def replayed(self, known: Replay, answered: KnownAnswer) -> Choices:
-        """What this policy would have done at every anchor of an answer."""
+        """Blocks whose drafts it cuts, as chains; known once bound."""
         ...

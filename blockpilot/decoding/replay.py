@@ -18,10 +18,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from blockpilot.decoding.anchors import Marginals, Replay, visited
-from blockpilot.decoding.protocols import Drafter, Proposals, Replayable
+from blockpilot.base.errors import UserError
+from blockpilot.decoding.anchors import KnownAnswer, Marginals, Replay, visited
+from blockpilot.decoding.protocols import Drafter, Policy, Proposals, Replayable
 from blockpilot.decoding.target import Target
-from blockpilot.decoding.types import Block
+from blockpilot.decoding.types import Block, Candidates, Draft, Forward, Trace, Verdict, View
 
 
 def can_replay(drafter: Drafter | type[Drafter]) -> bool:
@@ -158,6 +159,96 @@ def _where_visited(
         if not len(missing):
             return lengths
         lengths[missing] = drafted(missing, width)
+
+
+@torch.inference_mode()
+def decided(policy: Policy, replay: Replay, answered: KnownAnswer) -> Trace:
+    """The trace, without times, that decoding with a bound policy would have left.
+
+    The policy is asked cycle by cycle, as in the decode loop; drafts come from the replay, and the
+    answer is the verdict. Past the answer's end a verdict knows nothing, so the last one may be
+    shorter than decoding's. Raises UserError for a replay that kept fewer candidates than the
+    policy reads.
+    """
+    tokens, n_anchors = answered.tokens, len(answered.tokens) - 1
+    trace = Trace(tokens=tokens, stop_reason=answered.stop_reason)
+    if n_anchors < 1:
+        return trace
+    drafts = _Drafts(policy, replay, answered)
+    prompt, anchors = torch.tensor(answered.prompt_ids), torch.tensor(tokens)
+    prefill = Forward(answered.prefill_logits[None], None, answered.prefill_hidden[None])
+    place, start = 0, len(prompt)
+    view = View(prompt, anchors[:1], start, None, prefill)
+    policy.start(view)
+    while place < n_anchors:
+        block = policy.block(view)
+        draft = drafts.of(block.drafted, place)
+        n_drafted = draft.tokens.shape[0]
+        if block.verified > 1:
+            draft = policy.next(draft, view)
+        path = known_path(draft, tokens[place + 1 :])
+        committed = min(len(path) + 1, n_anchors - place)
+        trace.count(n_drafted, draft, path, committed)
+        place += committed
+        anchor = anchors[place : place + 1]
+        policy.observe(Verdict(tokens[place - committed + 1 : place + 1], anchor, None, path))
+        view = View(prompt, anchor, start + place, None, prefill)
+    return trace
+
+
+class _Drafts:
+    """The drafts of one answer's anchors, as far as a replay kept them."""
+
+    def __init__(self, policy: Policy, replay: Replay, answered: KnownAnswer) -> None:
+        self.answer, self.marginals = answered.tokens, replay.marginals
+        self.lengths: dict[int, list[int]] = {}  # accepted, of the widest block with these drafts
+        for block in sorted(replay.accepted, key=lambda each: each.verified):
+            self.lengths[block.drafted] = replay.accepted[block].tolist()
+        needed = min(getattr(policy, "candidates", 0), answered.prefill_logits.shape[-1])
+        kept = 0 if replay.marginals is None else replay.marginals.top_tokens.shape[-1]
+        if kept < needed:
+            raise UserError(
+                f"policy {policy.name}: it reads {needed} candidates per slot, the replay kept "
+                f"{kept}: sweep again"
+            )
+
+    def of(self, drafted: int, place: int) -> Draft:
+        """The draft of a block of `drafted` slots. Of a chain only the accepted tokens are known:
+        the others are -1, which no token equals.
+        """
+        if drafted == 1:
+            return Draft(torch.empty(0, dtype=torch.int64))
+        found = self.marginals
+        trained = found is not None and found.rank.shape[1] == drafted - 1
+        if drafted in self.lengths:
+            accepted = self.lengths[drafted][place]
+            assert accepted >= 0, "a replay without drafts at an anchor that this walk visits"
+            right = self.answer[place + 1 : place + 1 + accepted]
+            tokens = torch.tensor([*right, *[-1] * (drafted - 1 - len(right))])
+        else:
+            assert found is not None, "a replay without marginals"
+            assert trained, "a replay without drafts of this width"
+            tokens = found.top_tokens[place, :, 0].long()
+        if found is None or not trained:
+            return Draft(tokens)
+        top, logprobs = found.top_tokens[place].tolist(), found.top_logprobs[place].tolist()
+        return Draft(tokens, known=Candidates(top, logprobs))
+
+
+def known_path(draft: Draft, following: Sequence[int]) -> list[int]:
+    """Nodes of a draft, from 1 on, that hold the tokens which follow the anchor."""
+    proposed = draft.tokens.tolist()
+    parents = range(len(proposed)) if draft.parents is None else draft.parents
+    children: dict[tuple[int, int], int] = {}
+    for node, (token, parent) in enumerate(zip(proposed, parents, strict=True), start=1):
+        children.setdefault((parent, token), node)
+    path: list[int] = []
+    node = 0
+    for token in following:
+        if (after := children.get((node, token))) is None:
+            break
+        path.append(node := after)
+    return path
 
 
 def _joined(parts: Sequence[Marginals]) -> Marginals | None:

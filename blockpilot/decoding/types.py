@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 
 import torch
@@ -18,14 +19,31 @@ BLOCK_MODES = ("draft", "verify")
 
 @dataclass(frozen=True)
 class Block:
-    """Slots of one cycle, anchor included: how many are drafted and how many verified.
+    """Slots of one cycle, anchor included: how many are drafted and how many verified at most.
 
     `drafted == verified` is block mode `draft`; `drafted` = trained size with a smaller `verified`
-    is block mode `verify`. `verified == 1` is plain decoding: the drafter is not called.
+    is block mode `verify`. With `drafted == 1` the drafter is not called: what is verified then is
+    the policy's own, as copies from the text are, and `verified == 1` is plain decoding.
     """
 
     drafted: int
     verified: int
+
+
+class Origin(IntEnum):
+    """Where a proposed token comes from."""
+
+    DRAFTER = 0
+    PROMPT = 1  # copied from it
+    ANSWER = 2  # copied from the text generated so far
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Best tokens of every slot of a drafted block, best first: S slots, K candidates each."""
+
+    tokens: Sequence[Sequence[int]]  # [S][K]
+    logprobs: Sequence[Sequence[float]]  # [S][K]
 
 
 @dataclass(frozen=True)
@@ -39,14 +57,32 @@ class Draft:
     tokens: Tensor  # [N] int64, on the target's device
     logits: Tensor | None = None  # [N, V]
     parents: Sequence[int] | None = None  # [N] nodes; None: a chain
+    origins: Sequence[Origin] | None = None  # [N]; None: all the drafter's
+    known: Candidates | None = None  # of a replay, which keeps no logits
 
     def cut(self, n_tokens: int) -> Draft:
         """The first `n_tokens` proposals; of a tree they are one, parents come first."""
-        if n_tokens >= self.tokens.shape[0]:
-            return self
-        logits = None if self.logits is None else self.logits[:n_tokens]
-        parents = None if self.parents is None else self.parents[:n_tokens]
-        return Draft(self.tokens[:n_tokens], logits, parents)
+        return Draft(
+            self.tokens[:n_tokens],
+            None if self.logits is None else self.logits[:n_tokens],
+            None if self.parents is None else self.parents[:n_tokens],
+            None if self.origins is None else self.origins[:n_tokens],
+        )
+
+    def candidates(self, most: int) -> Candidates:
+        """The best `most` tokens of every slot, or all there are; one host sync.
+
+        Only of a draft with logits, and in a replay of as many as it kept.
+        """
+        if self.known is not None:
+            return self.known
+        assert self.logits is not None
+        logits = self.logits.float()
+        top = logits.topk(min(most, logits.shape[-1]), dim=-1)
+        logprobs = top.values - logits.logsumexp(dim=-1, keepdim=True)
+        # float64 holds a token's number and a float32 exactly, so that both come in one transfer.
+        tokens, scores = torch.stack([top.indices.double(), logprobs.double()]).tolist()
+        return Candidates([[int(token) for token in slot] for slot in tokens], scores)
 
 
 @dataclass(frozen=True)
@@ -103,6 +139,7 @@ class Verdict:
     tokens: list[int]
     anchor: Tensor  # [1] int64, the last of `tokens`, on the target's device
     features: Tensor | None  # [len(tokens), F]
+    path: Sequence[int]  # [len(tokens) - 1] accepted nodes of the draft, from 1
 
 
 @dataclass(frozen=True)
@@ -128,13 +165,18 @@ class Trace:
     """What decoding one prompt with one method produced; times in seconds.
 
     `sum(committed) + 1 == len(tokens)`, the one being the prefill's token; a prompt with budget 0
-    has no tokens and no cycles. `drafted` counts proposed tokens, `verified` target positions.
+    has no tokens and no cycles. Per cycle: `drafted` counts the drafter's tokens, `verified` target
+    positions, `copied` those of them that were copied from the text, and `quoted` and `repeated`
+    the accepted copies: from the prompt and from the answer itself.
     """
 
     tokens: list[int] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
+    quoted: list[int] = field(default_factory=list)
+    repeated: list[int] = field(default_factory=list)
     stop_reason: str = ""  # "stop" or "budget" once finished
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -146,3 +188,16 @@ class Trace:
     cycle_s: list[float] | None = None  # where the policy reads them
     prefill_logits: Tensor | None = None  # [V]
     prefill_hidden: Tensor | None = None  # [D]
+
+    def count(self, n_drafted: int, draft: Draft, path: Sequence[int], committed: int) -> None:
+        """Append a cycle: tokens of the drafter, what was verified, the accepted nodes and how many
+        tokens were committed.
+        """
+        origins = draft.origins or [Origin.DRAFTER] * draft.tokens.shape[0]
+        accepted = [origins[node - 1] for node in path[:committed]]
+        self.committed.append(committed)
+        self.drafted.append(n_drafted)
+        self.verified.append(draft.tokens.shape[0] + 1)
+        self.copied.append(sum(origin != Origin.DRAFTER for origin in origins))
+        self.quoted.append(accepted.count(Origin.PROMPT))
+        self.repeated.append(accepted.count(Origin.ANSWER))

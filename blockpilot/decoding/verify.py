@@ -32,7 +32,7 @@ def verify(
     kept = n_accepted + 1
     cache.rollback(view.position + kept)
     features = None if forward.features is None else forward.features[:kept]
-    return Verdict(tokens[:kept], own[n_accepted:kept], features)
+    return Verdict(tokens[:kept], own[n_accepted:kept], features, range(1, kept))
 
 
 def _verify_tree(
@@ -55,7 +55,7 @@ def _verify_tree(
     else:
         cache.compact(view.position, index)
     features = None if forward.features is None else forward.features[index]
-    return Verdict([chosen[node] for node in path], own[path[-1] :][:1], features)
+    return Verdict([chosen[node] for node in path], own[path[-1] :][:1], features, path[1:])
 
 
 def accepted_path(

@@ -5,12 +5,11 @@ No weights. A draft is as long as the text allows, and empty where nothing occur
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.protocols import TargetModel
+from blockpilot.decoding.text import IndexedText
 from blockpilot.decoding.types import Draft, Verdict, View
 
 
@@ -39,44 +38,15 @@ class PromptLookupDrafter:
 
     def start(self, view: View, capacity: int) -> None:
         """The prompt and the first token."""
-        self._text = IndexedText(self.max_ngram)
-        self._text.extend([*view.prompt_ids.tolist(), *view.anchor.tolist()])
+        self._text = IndexedText(self.max_ngram, view.prompt_ids.tolist())
+        self._text.extend(view.anchor.tolist())
 
     def draft(self, view: View, n_slots: int) -> Draft:
         """At most `n_slots - 1` tokens."""
-        found = self._text.followers(n_slots - 1)
-        return Draft(torch.tensor(found, dtype=torch.int64, device=view.anchor.device))
+        copy = self._text.copy(n_slots - 1)
+        tokens = torch.tensor(copy.tokens, dtype=torch.int64, device=view.anchor.device)
+        return Draft(tokens, origins=copy.origins)
 
     def observe(self, verdict: Verdict) -> None:
         """The text grows."""
         self._text.extend(verdict.tokens)
-
-
-class IndexedText:
-    """A growing text that knows where each of its runs of up to `max_ngram` tokens last ended."""
-
-    def __init__(self, max_ngram: int) -> None:
-        self.max_ngram = max_ngram
-        self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # place behind the latest occurrence
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens. A run is known from when a token follows it."""
-        for token in tokens:
-            for ending in self._endings():
-                self._after[ending] = len(self._tokens)
-            self._tokens.append(token)
-
-    def followers(self, n_tokens: int) -> list[int]:
-        """At most `n_tokens` that followed the latest earlier occurrence of the longest ending that
-        has one.
-        """
-        for ending in self._endings():
-            if (place := self._after.get(ending)) is not None:
-                return self._tokens[place : place + n_tokens]
-        return []
-
-    def _endings(self) -> Iterator[tuple[int, ...]]:
-        """The last tokens, the longest run first."""
-        for n in range(min(self.max_ngram, len(self._tokens)), 0, -1):
-            yield tuple(self._tokens[-n:])

@@ -12,9 +12,8 @@ from torch import Tensor
 from blockpilot.base.errors import UserError
 from blockpilot.base.hub import folder_of
 from blockpilot.base.provenance import digest
-from blockpilot.decoding.anchors import Choices, KnownAnswer, Replay, fixed_choices
 from blockpilot.decoding.protocols import Drafter, TargetModel
-from blockpilot.decoding.types import Block, Draft, View
+from blockpilot.decoding.types import Block, Draft, Verdict, View
 from blockpilot.predictor.net import (
     BlockSizeNet,
     PredictorConfig,
@@ -120,15 +119,11 @@ class BlockSizePolicy:
     def next(self, draft: Draft, view: View) -> Draft:
         return draft.cut(self._plan.verified - 1)
 
+    def observe(self, verdict: Verdict) -> None:
+        """The size of a prompt stays."""
+
     def replay_blocks(self) -> list[Block]:
         return self.blocks
-
-    def replayed(self, known: Replay, answered: KnownAnswer) -> Choices:
-        """The predictor is asked as it is while decoding."""
-        device = self.net.head.weight.device
-        logits, hidden = answered.prefill_logits.to(device), answered.prefill_hidden.to(device)
-        block = self.choose(logits, hidden, answered.n_prompt_tokens)
-        return fixed_choices(known, block)
 
 
 def _random(target: TargetModel, drafter: Drafter) -> BlockSizeNet:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from blockpilot.base.errors import UserError
-from blockpilot.decoding.anchors import Choices, KnownAnswer, Replay, fixed_choices
 from blockpilot.decoding.protocols import Drafter, TargetModel
-from blockpilot.decoding.types import BLOCK_MODES, Block, Draft, View
+from blockpilot.decoding.types import BLOCK_MODES, Block, Draft, Verdict, View
 
 
 def block_of(block_size: int, block_mode: str, drafter: Drafter) -> Block:
@@ -67,8 +66,8 @@ class FixedPolicy:
     def next(self, draft: Draft, view: View) -> Draft:
         return draft.cut(self.fixed_block.verified - 1)
 
+    def observe(self, verdict: Verdict) -> None:
+        """Nothing changes the size."""
+
     def replay_blocks(self) -> list[Block]:
         return [self.fixed_block]
-
-    def replayed(self, known: Replay, answered: KnownAnswer) -> Choices:
-        return fixed_choices(known, self.fixed_block)

@@ -14,9 +14,8 @@ from operator import mul
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve, cost_settings, load_cost
 from blockpilot.costs.fits import most_per_second
-from blockpilot.decoding.anchors import Choices, KnownAnswer, Replay
 from blockpilot.decoding.protocols import Drafter, TargetModel
-from blockpilot.decoding.types import Block, Draft, View
+from blockpilot.decoding.types import Block, Draft, Verdict, View
 
 
 class LibraSpecPolicy:
@@ -71,32 +70,19 @@ class LibraSpecPolicy:
 
     def next(self, draft: Draft, view: View) -> Draft:
         """The leading tokens that the rule keeps; one host sync for the confidences."""
-        assert draft.logits is not None
-        logits = draft.logits.float()
-        best = logits.max(dim=-1).values - logits.logsumexp(dim=-1)
-        return draft.cut(self._kept(best.exp().tolist(), self._seconds))
+        best = [math.exp(slot[0]) for slot in draft.candidates(1).logprobs]
+        return draft.cut(self._kept(best, self._seconds))
 
     def _kept(self, confidences: Sequence[float], seconds: Sequence[float]) -> int:
         if self.alpha is not None:
             return practical_length(confidences, self.alpha)
         return exact_length(confidences, seconds)
 
+    def observe(self, verdict: Verdict) -> None:
+        """Every cycle is decided on its own."""
+
     def replay_blocks(self) -> list[Block]:
         return [self.block_of]
-
-    def replayed(self, known: Replay, answered: KnownAnswer) -> Choices:
-        """The rule at every anchor, from the marginals that the replay kept."""
-        accepted: list[int] = []
-        blocks: list[Block] = []
-        if known.marginals is not None:
-            seconds = self._costs(answered.n_prompt_tokens)
-            confidences = known.marginals.top_logprobs[:, :, 0].float().exp().tolist()
-            whole = known.accepted[self.block_of].tolist()
-            for mine, n_accepted in zip(confidences, whole, strict=True):
-                kept = self._kept(mine, seconds)
-                accepted.append(min(n_accepted, kept))
-                blocks.append(Block(self.block_of.drafted, kept + 1))
-        return Choices(accepted, blocks)
 
 
 def practical_length(confidences: Sequence[float], alpha: float) -> int:

@@ -19,9 +19,8 @@ import torch
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import cost_settings, load_cost
 from blockpilot.costs.fits import OnlineCost, Roofline, Shapes, most_per_second
-from blockpilot.decoding.anchors import Choices, KnownAnswer, Replay
 from blockpilot.decoding.protocols import Drafter, TargetModel
-from blockpilot.decoding.types import Block, Draft, View
+from blockpilot.decoding.types import Block, Draft, Verdict, View
 
 FITS = ("measured", "roofline")
 _CANDIDATES = 128  # of a slot, at most: BASTION's
@@ -108,17 +107,16 @@ class TreePolicy:
 
     def next(self, draft: Draft, view: View) -> Draft:
         """The best tree of the block's marginals; one host sync for its candidates."""
-        assert draft.logits is not None
-        ranks = min(self.candidates, draft.logits.shape[-1])
-        logits = draft.logits.float()
-        top = logits.topk(ranks, dim=-1)
-        logprobs = top.values - logits.logsumexp(dim=-1, keepdim=True)
-        tree = self._grown(logprobs.tolist(), self._seconds)
-        index = torch.tensor(
-            [slot * ranks + rank for slot, rank, _ in tree], device=draft.tokens.device
+        best = draft.candidates(self.candidates)
+        tree = self._grown(best.logprobs, self._seconds)
+        tokens = [best.tokens[slot][rank] for slot, rank, _ in tree]
+        return Draft(
+            torch.tensor(tokens, device=draft.tokens.device),
+            parents=[parent for _, _, parent in tree],
         )
-        tokens = top.indices.flatten()[index]
-        return Draft(tokens, parents=[parent for _, _, parent in tree])
+
+    def observe(self, verdict: Verdict) -> None:
+        """Every tree is grown on its own."""
 
     def replay_blocks(self) -> list[Block]:
         return []
@@ -128,35 +126,6 @@ class TreePolicy:
         if self._online is not None:
             seconds = self._online.seconds(seconds[: len(tree)])
         return tree[: paying_nodes(tree, logprobs, seconds)] if seconds else tree
-
-    def replayed(self, known: Replay, answered: KnownAnswer) -> Choices:
-        """The tree of every anchor, from its marginals, against the tokens that follow it.
-
-        Raises UserError for a replay that kept fewer candidates than decoding reads.
-        """
-        accepted: list[int] = []
-        blocks: list[Block] = []
-        if known.marginals is not None:
-            kept = known.marginals.top_tokens.shape[-1]
-            needed = min(self.candidates, answered.prefill_logits.shape[-1])
-            if kept < needed:
-                raise UserError(
-                    f"policy {self.name}: {self.nodes} nodes need {needed} candidates per slot, "
-                    f"the replay kept {kept}: sweep again"
-                )
-            seconds = self._costs(answered.n_prompt_tokens)
-            candidates = known.marginals.top_tokens.tolist()
-            logprobs = known.marginals.top_logprobs.tolist()
-            for anchor, slots in enumerate(candidates):
-                following = answered.tokens[anchor + 1 :][: len(slots)]
-                ranks = [
-                    slot.index(token) if token in slot else -1
-                    for token, slot in zip(following, slots, strict=False)
-                ]
-                tree = self._grown(logprobs[anchor], seconds)
-                accepted.append(accepted_by(tree, ranks))
-                blocks.append(Block(self.block_of.drafted, len(tree) + 1))
-        return Choices(accepted, blocks)
 
 
 def paying_nodes(
@@ -192,16 +161,3 @@ def best_first(logprobs: Sequence[Sequence[float]], n_nodes: int) -> list[Node]:
             sibling = above + logprobs[slot][rank + 1]
             heapq.heappush(heap, (-sibling, slot, rank + 1, parent, above))
     return tree
-
-
-def accepted_by(tree: Sequence[Node], ranks: Sequence[int]) -> int:
-    """Leading tokens of a text that a tree holds; `ranks` [S] are theirs among each slot's
-    candidates, -1 where a token is none of them.
-    """
-    children = {(parent, rank): node for node, (_, rank, parent) in enumerate(tree, start=1)}
-    node = 0
-    for n_accepted, rank in enumerate(ranks):
-        if (node, rank) not in children:
-            return n_accepted
-        node = children[node, rank]
-    return len(ranks)

@@ -17,8 +17,10 @@ Keys
 `prompt_sha256` and `output_sha256` are over the token ids of the prompt (earlier turns included)
 and of what is new, as little-endian int32. `divergence_at` is the first new
 token that is not plain decoding's and `divergence_margin` the gap of the two tokens' scores there;
-both are empty for equal outputs. `drafted` counts proposed tokens and `verified` target positions
-of each cycle, `cycle_s` its seconds where the policy reads them, else it is empty. Rows of mode
+both are empty for equal outputs. Of each cycle `drafted` counts the drafter's tokens, `verified`
+target positions, `copied` those that were copied from the text, `quoted` and `repeated` the
+accepted copies, from the prompt and from the answer itself; `cycle_s` are its seconds where the
+policy reads them, else it is empty. Rows of mode
 `replay` have no measured times; `predicted_decode_s` comes from a cost curve where one was given.
 Their output is one answer per prompt, the same for all methods.
 """
@@ -34,7 +36,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 PLAIN = "plain"  # the method that speedups and equality are measured against
 
 _INTS = pa.list_(pa.int32())
@@ -105,6 +107,9 @@ SCHEMA = pa.schema(
         _column("committed", _INTS),
         _column("drafted", _INTS),
         _column("verified", _INTS),
+        _column("copied", _INTS),
+        _column("quoted", _INTS),
+        _column("repeated", _INTS),
         _column("prefill_s", pa.float64(), null=True),
         _column("decode_s", pa.float64(), null=True),
         _column("draft_s", pa.float64(), null=True),
@@ -150,6 +155,7 @@ _ALLOWED = {
     "block_mode": ("draft", "verify"),
     "mode": ("decode", "replay"),
 }
+PER_CYCLE = ("committed", "drafted", "verified", "copied", "quoted", "repeated")
 TIMES = ("prefill_s", "decode_s", "draft_s", "verify_s", "policy_s", "other_s")
 
 
@@ -207,6 +213,9 @@ class Outcome(Protocol):
     committed: list[int]
     drafted: list[int]
     verified: list[int]
+    copied: list[int]
+    quoted: list[int]
+    repeated: list[int]
     stop_reason: str
     prefill_s: float
     decode_s: float
@@ -239,7 +248,7 @@ def ok_row(settings: Settings, trace: Outcome, *, prompt_ids: Sequence[int]) -> 
         raise ValueError(
             f"{settings.prompt_id}: {n_tokens} new tokens but {n_committed} committed in cycles"
         )
-    if not len(trace.committed) == len(trace.drafted) == len(trace.verified):
+    if len({len(getattr(trace, name)) for name in PER_CYCLE}) > 1:
         raise ValueError(f"{settings.prompt_id}: per-cycle lists differ in length")
     row = _row(settings, "ok")
     row["stop_reason"] = trace.stop_reason
@@ -247,7 +256,7 @@ def ok_row(settings: Settings, trace: Outcome, *, prompt_ids: Sequence[int]) -> 
     row["prompt_sha256"] = token_hash(prompt_ids)
     row["n_new_tokens"] = n_tokens
     row["output_sha256"] = token_hash(trace.tokens)
-    for name in ("committed", "drafted", "verified"):
+    for name in PER_CYCLE:
         row[name] = [int(count) for count in getattr(trace, name)]
     if settings.mode == "decode":
         row.update({name: float(getattr(trace, name)) for name in TIMES})
@@ -284,7 +293,7 @@ def clean(text: str) -> str:
 
 
 def _row(settings: Settings, status: str) -> dict[str, Any]:
-    empty: dict[str, Any] = {"committed": [], "drafted": [], "verified": [], "n_new_tokens": 0}
+    empty: dict[str, Any] = {name: [] for name in PER_CYCLE} | {"n_new_tokens": 0}
     keys = {"key": row_key(settings), "group_key": group_key(settings)}
     return asdict(settings) | keys | {"status": status} | empty
 

@@ -17,7 +17,7 @@ from blockpilot.decoding.anchors import TOP, KnownAnswer, Replay
 from blockpilot.decoding.answers import Answer, answer
 from blockpilot.decoding.loop import Method
 from blockpilot.decoding.protocols import Drafter, Policy, ReplayablePolicy
-from blockpilot.decoding.replay import anchors_per_chunk, free_memory, replay
+from blockpilot.decoding.replay import anchors_per_chunk, decided, free_memory, replay
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Trace
 from blockpilot.prompts.base import Prompt
@@ -163,12 +163,16 @@ class ReplayedSweep(Rows):
             settings = self.settings(prompt, number, PLAIN)
             self.run.keep_replay(settings, text, replayed, features)
             known = KnownAnswer(
-                answered.tokens, len(turn.ids), answered.prefill_logits, answered.prefill_hidden
+                turn.ids,
+                answered.tokens,
+                answered.stop_reason,
+                answered.prefill_logits.to(self.target.device),
+                answered.prefill_hidden.to(self.target.device),
             )
-            traces = {}
-            for name, policy in self.policies.items():
-                choices = policy.replayed(replayed, known)
-                traces[name] = choices.trace(answered.tokens, answered.stop_reason)
+            traces = {
+                name: decided(method.policy, replayed, known)
+                for name, method in self.methods.items()
+            }
         rows = []
         for name, trace in traces.items():
             row = ok_row(self.settings(prompt, number, name), trace, prompt_ids=turn.ids)
