@@ -40,7 +40,7 @@ def config_of(model: str) -> Any:
 
 def tree_points(cells: list[tuple[int, int]], seconds: list[float]) -> list[CostPoint]:
     return [
-        CostPoint(*cell, 1, s, *[0.0] * 6, tree=True)
+        CostPoint(*cell, 1, s, *[0.0] * 6, kind="tree")
         for cell, s in zip(cells, seconds, strict=True)
     ]
 

@@ -178,18 +178,18 @@ def test_figures_over_sizes_leave_other_drafters_of_the_same_size_out(tmp_path: 
 def test_the_cost_of_trees_is_not_mixed_with_that_of_chains(tmp_path: Path) -> None:
     folder = tmp_path / "cost" / "c"
     folder.mkdir(parents=True)
-    curve = CostCurve({}, {}, [cost_point(8, 0.05), cost_point(8, 0.07, tree=True)])
+    curve = CostCurve({}, {}, [cost_point(8, 0.05), cost_point(8, 0.07, "tree")])
     (folder / "cost.json").write_text(curve.to_json())
     text = (reported(tmp_path, folder) / "report.md").read_text()
     assert "| chain | 8 | 50.0 |" in text
     assert "| tree | 8 | 70.0 |" in text
 
 
-def cost_point(size: int, seconds: float, *, tree: bool = False) -> CostPoint:
+def cost_point(size: int, seconds: float, kind: str = "chain") -> CostPoint:
     parts = dict.fromkeys(("draft_s", "verify_s", "policy_s", "other_s"), 0.0)
     quartiles = {"cycle_s_q25": seconds, "cycle_s_q75": seconds}
     return CostPoint(
-        block_size=size, context=64, repeats=1, cycle_s=seconds, **quartiles, **parts, tree=tree
+        block_size=size, context=64, repeats=1, cycle_s=seconds, **quartiles, **parts, kind=kind
     )
 
 

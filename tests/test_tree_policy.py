@@ -15,10 +15,11 @@ from decoding_kit import PROMPT, bound_dflash, plain, sampler, tiny_target
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve, CostPoint, cost_settings
 from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.types import Branches
+from blockpilot.decoding.replay import known_path
+from blockpilot.decoding.types import Branches, Draft
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
-from blockpilot.policies.tree import FITS, TreePolicy, accepted_by, best_first, paying_nodes
+from blockpilot.policies.tree import FITS, TreePolicy, best_first, paying_nodes
 
 
 def ddtree(nodes: int) -> TreePolicy:
@@ -77,13 +78,14 @@ def test_one_candidate_per_slot_is_the_chain() -> None:
 
 
 def test_what_a_tree_accepts_of_a_text_by_hand() -> None:
-    #   0 -> rank 0 (node 1) -> rank 0 (node 3); 0 -> rank 1 (node 2) -> rank 2 (node 4)
-    tree = [(0, 0, 0), (0, 1, 0), (1, 0, 1), (1, 2, 2)]
-    assert accepted_by(tree, [0, 0, 0]) == 2
-    assert accepted_by(tree, [1, 2]) == 2
-    assert accepted_by(tree, [1, 0]) == 1
-    assert accepted_by(tree, [-1, 0]) == 0
-    assert accepted_by(tree, []) == 0
+    #   0 -> token 5 (node 1) -> 5 (node 3); 0 -> 6 (node 2) -> 7 (node 4)
+    tree = Draft(torch.tensor([5, 6, 5, 7]), parents=[0, 0, 1, 2])
+    assert known_path(tree, [5, 5, 5]) == [1, 3]
+    assert known_path(tree, [6, 7]) == [2, 4]
+    assert known_path(tree, [6, 5]) == [2]
+    assert known_path(tree, [7, 5]) == []
+    assert known_path(tree, []) == []
+    assert known_path(Draft(torch.tensor([5, 6])), [5, 6, 7]) == [1, 2], "a chain is one branch"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -126,7 +128,19 @@ def test_the_nodes_that_pay_are_the_best_of_all_sizes(seed: int) -> None:
 def curve(tmp_path: Path) -> Path:
     """Chains and trees for the random tiny pair: more positions cost more."""
     points = [
-        CostPoint(size, 4, 1, 1.0 + size / 50, 0.0, 0.0, 0.2, 0.8 + size / 50, 0.0, 0.0, tree=tree)
+        CostPoint(
+            size,
+            4,
+            1,
+            1.0 + size / 50,
+            0.0,
+            0.0,
+            0.2,
+            0.8 + size / 50,
+            0.0,
+            0.0,
+            kind="tree" if tree else "chain",
+        )
         for tree, sizes in ((False, (1, 2, 16)), (True, (2, 8, 16, 64)))
         for size in sizes
     ]

@@ -104,6 +104,7 @@ class CostConfig(StageConfig):
     drafter: Any
     sizes: list[int]
     trees: list[int]
+    copies: list[int]
     contexts: list[int]
     batch: list[int]  # sequences at once
     repeats: int

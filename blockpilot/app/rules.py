@@ -93,6 +93,7 @@ RULES = (
     number("radius", 0, _BLOCK),
     sizes("sizes", 1, _BLOCK),
     sizes("trees", 2, _BLOCK),
+    sizes("copies", 2, _BLOCK),
     sizes("tree_nodes", 1, _BLOCK),
     sizes("batch", 1, _BATCH),
     one_of("block_mode", BLOCK_MODES),

@@ -25,6 +25,11 @@ from blockpilot.costs.batch import BatchPoint
 from blockpilot.decoding.protocols import Drafter, TargetModel
 from blockpilot.decoding.types import Trace
 
+KINDS = {
+    "chain": "a block that is drafted and verified",
+    "tree": "a tree from a drafted block of the trained size",
+    "copy": "a chain that no drafter made, as a copy from the text",
+}
 PARTS = ("draft_s", "verify_s", "policy_s", "other_s")
 _AFTER_DRAFT = ("verify_s", "policy_s", "other_s")
 
@@ -48,7 +53,7 @@ class CostPoint:
     verify_s: float
     policy_s: float
     other_s: float
-    tree: bool = False  # `block_size` positions of a tree from a trained block, the anchor counted
+    kind: str = "chain"  # of its `block_size` positions, the anchor counted: see KINDS
     start_s: float = 0.0
 
 
@@ -82,13 +87,25 @@ class CostCurve:
 
     def tree_seconds(self, positions: int, context: int) -> float:
         """Seconds of a cycle that verifies a tree of `positions` nodes, the anchor counted."""
-        return self._between("cycle_s", positions, context, tree=True)
+        return self._between("cycle_s", positions, context, "tree")
 
-    def _between(self, part: str, size: int, context: int, *, tree: bool = False) -> float:
-        points = [point for point in self.points if point.tree == tree]
+    def copy_seconds(self, positions: int, context: int) -> float:
+        """Seconds of a cycle that verifies a copy, `positions` with the anchor, and drafts nothing.
+
+        Of one position it is plain decoding.
+        """
+        if positions == 1:
+            return self.seconds(1, context)
+        return self._between("cycle_s", positions, context, "copy")
+
+    def _between(self, part: str, size: int, context: int, kind: str = "chain") -> float:
+        points = [point for point in self.points if point.kind == kind]
         sizes = sorted({point.block_size for point in points})
+        if kind == "copy" and sizes and size < sizes[0]:  # no copy is as short as plain decoding
+            points += [p for p in self.points if p.kind == "chain" and p.block_size == 1]
+            sizes = sorted({point.block_size for point in points})
         if not sizes or not sizes[0] <= size <= sizes[-1]:
-            what, held = "tree" if tree else "block size", "nothing"
+            what, held = "block size" if kind == "chain" else kind, "nothing"
             if sizes:
                 held = f"{sizes[0]}..{sizes[-1]}"
             raise UserError(f"no cost for {what} {size}: the curve holds {held}")
@@ -106,7 +123,9 @@ class CostCurve:
             seconds += self._start_seconds(position)
         cycles = zip(trace.drafted, trace.verified, trace.committed, strict=True)
         for drafted, verified, committed in cycles:
-            if trees:
+            if verified > 1 and not drafted:
+                seconds += self.copy_seconds(verified, position)
+            elif trees and drafted:
                 seconds += self.tree_seconds(verified, position)
             elif verified > 1 and drafted + 1 != verified:
                 seconds += self.cut_seconds(drafted + 1, verified, position)
@@ -187,6 +206,8 @@ def _problem(point: CostPoint | BatchPoint) -> str | None:
             good, allowed = value in batch.PARTS, " or ".join(batch.PARTS)
         elif name in ("block_size", "context", "repeats", "batch", "positions"):
             good, allowed = value >= 1, "an integer >= 1"
+        elif name == "kind":
+            good, allowed = value in KINDS, " or ".join(KINDS)
         elif name in ("cycle_s", "seconds"):
             good, allowed = value > 0, "seconds > 0"
         else:

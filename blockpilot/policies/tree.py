@@ -77,7 +77,7 @@ class TreePolicy:
             curve.tree_seconds(2, 1), curve.tree_seconds(self.nodes + 1, 1)
             self._curve = curve
             if self.fit == "roofline":
-                trees = [point for point in curve.points if point.tree]
+                trees = [point for point in curve.points if point.kind == "tree"]
                 if len(trees) < _LEAST_POINTS:
                     raise UserError(
                         f"cost={self.cost}: fit=roofline needs {_LEAST_POINTS} points of trees or "

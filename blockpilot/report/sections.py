@@ -153,8 +153,7 @@ def cost_section(run: Run) -> Section:
     """Milliseconds of a cycle over block size and context."""
     curve = load_cost(run.folder.cost_curve, {})
     points = pd.DataFrame([vars(point) for point in curve.points])
-    shapes = points["tree"].map({False: "chain", True: "tree"})
-    costs = points.assign(verified=shapes).pivot_table(
+    costs = points.rename(columns={"kind": "verified"}).pivot_table(
         index=["verified", "block_size"], columns="context", values="cycle_s"
     )
     costs *= 1e3
@@ -172,8 +171,9 @@ def cost_section(run: Run) -> Section:
             name: str(value) for name, value in (machine | curve.settings).items() if value
         },
         notes=[
-            "Milliseconds of one draft and one verification, medians; block_size: positions that "
-            "are verified, of a chain or a tree; context: tokens before them."
+            "Milliseconds of a cycle, medians; block_size: positions that are verified, of a "
+            "drafted chain, of a tree from a drafted block, or of a copy from the text, which "
+            "nothing drafts; context: tokens before them."
         ],
         table=costs.round(1).reset_index(),
         data=points,

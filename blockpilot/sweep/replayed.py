@@ -82,6 +82,7 @@ class ReplayedSweep(Rows):
             if cost is not None:  # a size without a cost shows here, not prompt by prompt
                 seconds = cost.tree_seconds if method.policy.tree else cost.seconds
                 seconds(method.policy.block_size or 1, 1)
+                cost.copy_seconds(1 + getattr(method.policy, "longest_copy", 0), 1)
 
     def measure(self, prompts: list[Prompt], store: Store) -> None:
         """Answer and replay batches of prompts; the rows of a prompt are written together."""
