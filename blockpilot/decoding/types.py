@@ -157,6 +157,7 @@ class View:
     position: int
     new_features: Tensor | None  # [n, F]
     prefill: Forward
+    temperature: float = 0.0  # of the sampler
     timed: tuple[int, float] | None = None
 
 

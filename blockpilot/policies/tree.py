@@ -20,7 +20,7 @@ from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import cost_settings, load_cost
 from blockpilot.costs.fits import OnlineCost, Roofline, Shapes, most_per_second
 from blockpilot.decoding.protocols import Drafter, TargetModel
-from blockpilot.decoding.types import Block, Draft, Verdict, View
+from blockpilot.decoding.types import Block, Candidates, Draft, Verdict, View
 
 FITS = ("measured", "roofline")
 _CANDIDATES = 128  # of a slot, at most: BASTION's
@@ -108,12 +108,7 @@ class TreePolicy:
     def next(self, draft: Draft, view: View) -> Draft:
         """The best tree of the block's marginals; one host sync for its candidates."""
         best = draft.candidates(self.candidates)
-        tree = self._grown(best.logprobs, self._seconds)
-        tokens = [best.tokens[slot][rank] for slot, rank, _ in tree]
-        return Draft(
-            torch.tensor(tokens, device=draft.tokens.device),
-            parents=[parent for _, _, parent in tree],
-        )
+        return tree_draft(self._grown(best.logprobs, self._seconds), best, view.anchor.device)
 
     def observe(self, verdict: Verdict) -> None:
         """Every tree is grown on its own."""
@@ -126,6 +121,12 @@ class TreePolicy:
         if self._online is not None:
             seconds = self._online.seconds(seconds[: len(tree)])
         return tree[: paying_nodes(tree, logprobs, seconds)] if seconds else tree
+
+
+def tree_draft(tree: Sequence[Node], best: Candidates, device: torch.device) -> Draft:
+    """The tokens of a tree of a block's candidates."""
+    tokens = [best.tokens[slot][rank] for slot, rank, _ in tree]
+    return Draft(torch.tensor(tokens, device=device), parents=[parent for _, _, parent in tree])
 
 
 def paying_nodes(
