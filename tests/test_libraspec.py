@@ -100,7 +100,7 @@ def test_a_replay_has_the_cycles_of_decoding(temperature: float) -> None:
     for row, one in enumerate(said):
         drafter.gold = one.tokens
         ids, start = torch.tensor([*PROMPTS[row], *one.tokens]), len(PROMPTS[row])
-        answered = known_answer(PROMPTS[row], one)
+        answered = known_answer(PROMPTS[row], one, temperature)
         for alpha in (0.5, 2.2, 9.0):
             method = Method(drafter, LibraSpecPolicy(alpha=alpha, cost=None))
             method.bind(target)

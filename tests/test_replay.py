@@ -106,11 +106,10 @@ def decoded(target: Target, drafter: Drafter, key: tuple[int, str], row: int, t:
     return decode(target, method, PROMPTS[row], keyed(t, [HASHES[row]]), BUDGET)
 
 
-def known_answer(prompt: list[int], said: Answer) -> KnownAnswer:
+def known_answer(prompt: list[int], said: Answer, temperature: float) -> KnownAnswer:
     """What a policy may know of an answer."""
-    return KnownAnswer(
-        prompt, said.tokens, said.stop_reason, said.prefill_logits, said.prefill_hidden
-    )
+    prefill = said.prefill_logits, said.prefill_hidden
+    return KnownAnswer(prompt, said.tokens, said.stop_reason, temperature, *prefill)
 
 
 def compare(target: Target, drafter: Drafter, temperature: float, chunk: int) -> list[int]:
@@ -180,7 +179,7 @@ def test_replay_equals_decode_for_every_policy(drafter_file: Path, policy: Path)
             found = replay(
                 drafter, ids, len(prompt), one.features, blocks, chunk=7, candidates=kept
             )
-            trace = decided(method.policy, found, known_answer(prompt, one))
+            trace = decided(method.policy, found, known_answer(prompt, one, temperature))
             decoded = decode(target, method, prompt, choose, BUDGET)
             for part in ("tokens", "stop_reason", *PER_CYCLE):
                 assert getattr(trace, part) == getattr(decoded, part), (name, temperature, part)

@@ -93,7 +93,7 @@ def test_trees_of_every_size_are_the_best_and_replay_as_they_decode(
         ids = [*PROMPTS[row], *one.tokens]
         start = len(PROMPTS[row])
         found = replay(drafter, torch.tensor(ids), start, one.features, [], chunk=5, candidates=127)
-        answered = known_answer(PROMPTS[row], one)
+        answered = known_answer(PROMPTS[row], one, temperature)
         for nodes in (1, 7, 15, 31, 63, 127):
             trees: list[tuple[int, Draft]] = []
 
@@ -122,7 +122,7 @@ def test_a_replay_that_kept_too_few_candidates_is_refused() -> None:
     drafter.gold = [place % VOCAB for place in range(20)]
     drafter.bind(tiny_target())
     found = replay(drafter, torch.tensor(drafter.gold), 1, None, [], chunk=20, candidates=16)
-    answered = KnownAnswer([0], drafter.gold[1:], "budget", torch.zeros(VOCAB), torch.zeros(4))
+    answered = KnownAnswer([0], drafter.gold[1:], "budget", 0.0, torch.zeros(VOCAB), torch.zeros(4))
     assert sum(decided(policy(15, drafter), found, answered).committed) == 18
     told = "policy tree: it reads 61 candidates per slot, the replay kept 16"
     with pytest.raises(UserError, match=told):

@@ -33,6 +33,7 @@ class KnownAnswer:
     prompt_ids: Sequence[int]
     tokens: list[int]
     stop_reason: str
+    temperature: float
     prefill_logits: Tensor  # [V]
     prefill_hidden: Tensor  # [D]
 

@@ -7,7 +7,7 @@ own token is all that a cycle commits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -139,7 +139,7 @@ class _Run:
         self.commit(anchor.tolist())
         self.clock.mark("prefill")
         self.trace.prefill_s, _ = self.clock.finish()
-        return View(ids, anchor, end, forward.features, forward)
+        return View(ids, anchor, end, forward.features, forward, self.sampler.temperature)
 
     def cycle(self, view: View) -> View:
         """One draft and one verify; the view after them."""
@@ -169,8 +169,12 @@ class _Run:
         if policy.reads_clock and len(self.trace.verified) > 1:
             # This cycle's verdict waited for the device, so the cycle before it is over.
             timed = self.trace.verified[-2], self.clock.lap_s(len(self.trace.verified) - 2)
-        return View(
-            view.prompt_ids, verdict.anchor, position, verdict.features, view.prefill, timed
+        return replace(
+            view,
+            anchor=verdict.anchor,
+            position=position,
+            new_features=verdict.features,
+            timed=timed,
         )
 
     def choose(self, logits: Tensor, positions: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -222,7 +223,7 @@ def decided(policy: Policy, replay: Replay, answered: KnownAnswer) -> Trace:
     prompt, anchors = torch.tensor(answered.prompt_ids), torch.tensor(tokens)
     prefill = Forward(answered.prefill_logits[None], None, answered.prefill_hidden[None])
     place, start = 0, len(prompt)
-    view = View(prompt, anchors[:1], start, None, prefill)
+    view = View(prompt, anchors[:1], start, None, prefill, answered.temperature)
     policy.start(view)
     while place < n_anchors:
         block = policy.block(view)
@@ -236,7 +237,7 @@ def decided(policy: Policy, replay: Replay, answered: KnownAnswer) -> Trace:
         place += committed
         anchor = anchors[place : place + 1]
         policy.observe(Verdict(tokens[place - committed + 1 : place + 1], anchor, None, path))
-        view = View(prompt, anchor, start + place, None, prefill)
+        view = replace(view, anchor=anchor, position=start + place)
     return trace
 
 

@@ -55,6 +55,16 @@ class IndexedText:
                 return Match(len(ending), places)
         return Match(0, _NEW)
 
+    def agreement(self, place: int, most: int) -> int:
+        """Tokens before `place` that equal the last ones of the text, `most` of them counted: a
+        match that may be longer than `max_ngram`.
+        """
+        tokens, end = self.tokens, len(self.tokens)
+        n = 0
+        while n < min(most, place) and tokens[place - 1 - n] == tokens[end - 1 - n]:
+            n += 1
+        return n
+
     def at(self, place: int, n_tokens: int) -> Copy:
         """At most `n_tokens` from a place on."""
         end = min(place + n_tokens, len(self.tokens))

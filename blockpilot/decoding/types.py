@@ -206,6 +206,7 @@ class View:
     position: int
     new_features: Tensor | None  # [n, F]
     prefill: Forward
+    temperature: float = 0.0  # of the sampler
     timed: tuple[int, float] | None = None
 
 

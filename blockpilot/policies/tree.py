@@ -110,12 +110,7 @@ class TreePolicy:
     def next(self, draft: Draft, view: View) -> Draft:
         """The best tree of the block's candidates; one host sync for them."""
         best = draft.candidates(self.candidates)
-        tree = self._grown(best, self._seconds)
-        tokens = [best.tokens[slot][rank] for slot, rank, _ in tree]
-        return Draft(
-            torch.tensor(tokens, device=draft.tokens.device),
-            parents=[parent for _, _, parent in tree],
-        )
+        return tree_draft(self._grown(best, self._seconds), best, view.anchor.device)
 
     def observe(self, verdict: Verdict) -> None:
         """Every tree is grown on its own."""
@@ -130,6 +125,12 @@ class TreePolicy:
         if not seconds:
             return tree
         return tree[: paying_nodes(tree, best.logprobs, seconds, best.after)]
+
+
+def tree_draft(tree: Sequence[Node], best: Candidates, device: torch.device) -> Draft:
+    """The tokens of a tree of a block's candidates."""
+    tokens = [best.tokens[slot][rank] for slot, rank, _ in tree]
+    return Draft(torch.tensor(tokens, device=device), parents=[parent for _, _, parent in tree])
 
 
 def paying_nodes(

@@ -167,6 +167,7 @@ class ReplayedSweep(Rows):
                 turn.ids,
                 answered.tokens,
                 answered.stop_reason,
+                self.cfg.decoding.temperature,
                 answered.prefill_logits.to(self.target.device),
                 answered.prefill_hidden.to(self.target.device),
             )

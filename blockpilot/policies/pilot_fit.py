@@ -1,0 +1,190 @@
+"""Fits the model of the policy `pilot` to replays, along the cycles that the policy itself takes.
+
+What a situation promises depends on how one gets into it: behind a copy that failed the next one is
+worth less. So the policy walks each answer, by the model of the round before, and what copies and
+candidates would have had accepted at the anchors that it visits are the examples.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from blockpilot.base.errors import UserError
+from blockpilot.costs.curve import CostCurve
+from blockpilot.decoding.anchors import KnownAnswer, Replay
+from blockpilot.decoding.replay import decided
+from blockpilot.decoding.types import Block, View
+from blockpilot.policies.pilot import PilotPolicy
+from blockpilot.policies.tree import best_first
+from blockpilot.predictor.acceptance import (
+    AcceptanceModel,
+    copy_features,
+    draft_features,
+    node_features,
+    unfitted,
+)
+from blockpilot.predictor.acceptance_fit import Outcomes
+from blockpilot.records.run_folder import RunFolder
+from blockpilot.records.schema import PLAIN
+
+log = logging.getLogger(__name__)
+
+_ROUNDS = 2  # walks, each by the model of the one before
+_RANKS = 6  # candidates of a slot that are learnt from
+_NODES = 8  # of the tree that says what a draft brings
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer of a sweep with its replay."""
+
+    prompt_set: str
+    known: KnownAnswer
+    replay: Replay
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Whose answers and drafts they are."""
+
+    target: str
+    drafter: str
+    trained_block_size: int
+
+
+def answers_of(run: RunFolder, split: str) -> tuple[Pair, list[Answered]]:
+    """The pair and the answers of a replayed sweep of one split.
+
+    Raises UserError for a sweep without marginals or of another split.
+    """
+    records = run.records()
+    if not run.has_replays:
+        raise UserError(f"runs: {run.path} kept no replays; set mode=replay in its sweep")
+    if others := sorted(set(records["split"]) - {split}):
+        raise UserError(f"runs: {run.path} has prompts of split {others[0]}; allowed is {split}")
+    drafted = records[records["trained_block_size"].notna()]
+    if drafted.empty:
+        raise UserError(f"runs: {run.path} has no drafter")
+    first = drafted.iloc[0]
+    pair = Pair(first["target"], first["drafter_checkpoint"], int(first["trained_block_size"]))
+    answers = []
+    rows = records[(records["method"] == PLAIN) & (records["n_new_tokens"] > 1)]
+    for row in rows.to_dict("records"):
+        text, replay, _ = run.replay({str(key): value for key, value in row.items()})
+        if replay.marginals is None:
+            raise UserError(f"runs: {run.path} was made with replay.marginals=false")
+        prefill = run.prefill({str(key): value for key, value in row.items()})
+        known = KnownAnswer(
+            text.ids[: text.prompt_length],
+            text.ids[text.prompt_length :],
+            row["stop_reason"],
+            float(row["temperature"]),
+            prefill.logits,
+            prefill.hidden,
+        )
+        answers.append(Answered(row["prompt_set"], known, replay))
+    return pair, answers
+
+
+def fit_acceptance(
+    pair: Pair,
+    answers: Sequence[Answered],
+    curve: CostCurve,
+    *,
+    nodes: int,
+    longest_copy: int,
+    origin: dict[str, Any],
+    shuffle: int | None = None,
+) -> AcceptanceModel:
+    """The model of some answers. With `shuffle`, a seed, outcomes are dealt to others' situations:
+    a control that knows what is usual and nothing more.
+    """
+    model = unfitted()
+    for round_ in range(_ROUNDS):
+        policy = RecordingPolicy(path="", cost=None, nodes=nodes, longest_copy=longest_copy)
+        policy.ready(pair.trained_block_size, True, model)
+        policy.curve = curve
+        for each in answers:
+            policy.record(each)
+        outcomes = policy.outcomes
+        if shuffle is not None:
+            outcomes = outcomes.shuffled(np.random.default_rng(shuffle))
+        model = outcomes.fit(origin)
+        log.info("round %d: %s", round_ + 1, outcomes)
+    return model
+
+
+class RecordingPolicy(PilotPolicy):
+    """Notes at every cycle what copies and candidates would have had accepted."""
+
+    def record(self, answered: Answered) -> None:
+        """Walk one answer."""
+        assert answered.replay.marginals is not None
+        self._answer, marginals = answered.known.tokens, answered.replay.marginals
+        self._top = marginals.top_tokens.tolist()
+        self._logprobs = marginals.top_logprobs.float().tolist()
+        decided(self, answered.replay, answered.known)
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """What the walks so far have seen."""
+        if not hasattr(self, "_outcomes"):
+            self._outcomes = Outcomes()
+        return self._outcomes
+
+    def block(self, view: View) -> Block:
+        block = super().block(view)
+        place = view.position - len(view.prompt_ids)
+        following = self._answer[place + 1 :]
+        self._note_copy(following)
+        self._note_draft(place, following)
+        self._note_nodes(place, following)
+        return block
+
+    def _note_copy(self, following: Sequence[int]) -> None:
+        """The copied tokens up to the first wrong one."""
+        pairs = zip(self._copy.tokens, following, strict=False)
+        for place, (copied, own) in enumerate(pairs, start=1):
+            hit = copied == own
+            self.outcomes.copy.append((copy_features(self.situation, place), hit))
+            if not hit:
+                return
+
+    def _note_draft(self, place: int, following: Sequence[int]) -> None:
+        """What a tree of the usual size has accepted, where the answer goes on behind it."""
+        slots = self._top[place]
+        if len(following) < len(slots):
+            return
+        tree = best_first(self._logprobs[place], _NODES)
+        paths: list[tuple[int, ...]] = [()]
+        for slot, rank, parent in tree:
+            paths.append((*paths[parent], slots[slot][rank]))
+        right = [len(path) for path in paths if path == tuple(following[: len(path)])]
+        self.outcomes.draft.append((draft_features(self.situation), float(max(right))))
+
+    def _note_nodes(self, place: int, following: Sequence[int]) -> None:
+        """The candidates of each slot, as long as the tokens before it are among them."""
+        along = True
+        slots = zip(self._top[place], self._logprobs[place], following, strict=False)
+        for slot, (tokens, logprobs, own) in enumerate(slots):
+            along = along and slot < len(self._copy.tokens)
+            copied = self._copy.tokens[slot] if along else None
+            trust = self._chances[slot] if along else None
+            chances = {
+                token: math.exp(logprob)
+                for token, logprob in zip(tokens[:_RANKS], logprobs, strict=False)
+            }
+            if copied is not None:
+                chances.setdefault(copied, 0.0)
+            for token, chance in chances.items():
+                features = node_features(self.situation, slot, chance, token == copied, trust)
+                self.outcomes.node.append((features, token == own))
+            if own not in chances:
+                return
+            along = along and copied == own
