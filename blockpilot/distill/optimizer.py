@@ -26,8 +26,10 @@ from blockpilot.app.config import TrainingConfig
 from blockpilot.base.devices import has_16_bit_products
 
 HEAD_RATE = 0.1
-"""Learning rate of a head of its own, of the others': its rows begin as the target's, and AdamW
-moves the rows of tokens that are hardly ever seen as fast as all others."""
+"""Learning rate of rows that belong to tokens, of the others': they begin as the target's or at
+zero, and AdamW moves the rows of tokens that are hardly ever seen as fast as all others."""
+
+_OF_TOKENS = ("lm_head", "token_rows")  # names of such tables
 
 
 class _InFloat32(TorchFunctionMode):
@@ -53,9 +55,9 @@ class DrafterOptimizer:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         named = dict(network.named_parameters())
-        # The rows of a head of its own belong to tokens, seen more or less often: AdamW's business.
-        heads = [w for name, w in named.items() if name.startswith("lm_head")]
-        inner = [w for name, w in named.items() if w.ndim == 2 and not name.startswith("lm_head")]
+        # Rows that belong to tokens are seen more or less often: AdamW's business.
+        heads = [w for name, w in named.items() if name.startswith(_OF_TOKENS)]
+        inner = [w for name, w in named.items() if w.ndim == 2 and not name.startswith(_OF_TOKENS)]
         self._shares = shares(inner, self._world)
         rate, decay, scaling = settings.learning_rate, settings.weight_decay, "match_rms_adamw"
         # The gains come first: a rank may have no share of the matrices.

@@ -18,7 +18,7 @@ from torch import Tensor
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.compiled import CompiledTarget
 from blockpilot.decoding.native.stack import MOST_ROWS, WHOLE, Rope, Stack, linear
-from blockpilot.decoding.paths import before_each, greedy_chain, within
+from blockpilot.decoding.paths import greedy_chain, within
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Shortlist, Verdict, View
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
@@ -270,14 +270,14 @@ class PathBlockProposals(BlockProposals):
     def bias(self, rows: Tensor, slot: int, before: Tensor, tokens: Tensor) -> Tensor:
         """What the logits of `tokens` [n, K] gain behind each of `before` [n, J]: [n, J, K]."""
         found: Tensor = self.head(self.hidden[rows, slot], before, tokens)
-        return found
+        return torch.zeros_like(found) if slot == 0 and self.head.config.skips_first else found
 
 
 def shortlist(head: PathHead, hidden: Tensor, logits: Tensor, anchors: Tensor) -> Shortlist:
     """What a head says of the best tokens of blocks with states [..., B - 1, D], logits
     [..., B - 1, V] and anchor tokens [...]."""
     top = logits.float().topk(min(head.config.top_k, logits.shape[-1]), dim=-1)
-    bias = head(hidden, before_each(anchors, top.indices), top.indices)
+    bias = head.of_block(hidden, anchors, top.indices)
     return Shortlist(top.indices, top.values, within(top.values, bias))
 
 

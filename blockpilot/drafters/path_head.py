@@ -6,7 +6,8 @@ best tokens of a slot again, behind the token that was chosen before it: DFlash2
 are of first order in the path, so one product gives the scores of all pairs of a block. Config keys
 and tensor names are the published ones, but a head's files hold no drafter.
 
-Letters: D width, V vocabulary, r rank, K best tokens of a slot, J tokens before it.
+Letters: S slots of a block, D width, V vocabulary, r rank, K best tokens of a slot, J tokens before
+it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from torch import Tensor, nn
 
 from blockpilot.base.errors import UserError
 from blockpilot.base.provenance import digest
+from blockpilot.decoding.paths import before_each
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.drafters.forms.checkpoints import fill_network, read_checkpoint, save_checkpoint
 from blockpilot.drafters.forms.config import ConfigReader
 
+KINDS = ("selector", "markov")
 TOP_K = 16  # best tokens of a slot that a head scores, as in the published selectors
 
 
@@ -40,6 +43,7 @@ class PathHeadConfig:
     vocab_size: int
     top_k: int
     drafter: str | None  # digest of its weights
+    skips_first: bool = False  # the drafter knows the anchor, so the first slot stays as it is
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str) -> PathHeadConfig:
@@ -57,9 +61,13 @@ class PathHeadConfig:
             "top_k": reader.take("dflash_config.selector_top_k", "selector_top_k") or TOP_K,
         }
         drafter = reader.take("drafter_digest")
+        skips = reader.take("skips_first_slot") or False
         reader.refuse_unread()
         reader.whole(found, found, least=1)
-        return cls("selector" if markov is None else "markov", drafter=drafter, **found)
+        if not isinstance(skips, bool):
+            reader.refuse(f"skips_first_slot={skips}: allowed are true and false")
+        kind = "selector" if markov is None else "markov"
+        return cls(kind, drafter=drafter, skips_first=skips, **found)
 
     def published(self) -> dict[str, Any]:
         """The config.json of the head, with the published keys."""
@@ -69,7 +77,13 @@ class PathHeadConfig:
         else:
             own = {"markov_rank": self.rank, "markov_head_type": "vanilla"}
         shape = {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
-        return {**shape, **own, "drafter_digest": self.drafter, "dtype": "bfloat16"}
+        return {
+            **shape,
+            **own,
+            "skips_first_slot": self.skips_first,
+            "drafter_digest": self.drafter,
+            "dtype": "bfloat16",
+        }
 
 
 class PathHead(nn.Module):
@@ -83,6 +97,15 @@ class PathHead(nn.Module):
 
         `hidden` [..., D] are the slots' states as the LM head reads them.
         """
+
+    def of_block(self, hidden: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor:
+        """The same of blocks, [..., S, K, K]: their slots' states [..., S, D], the anchors' tokens
+        [...] and the slots' best tokens [..., S, K], before which those of the slot before stand.
+        """
+        bias: Tensor = self(hidden, before_each(anchors, tokens), tokens)
+        if self.config.skips_first:
+            bias[..., 0, :, :] = 0
+        return bias
 
 
 class Selector(nn.Module):
