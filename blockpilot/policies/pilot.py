@@ -31,8 +31,6 @@ from blockpilot.predictor.acceptance import (
     AcceptanceModel,
     Situation,
     load_acceptance,
-    log_odds,
-    logistic,
     unfitted,
 )
 
@@ -187,7 +185,7 @@ class PilotPolicy:
 
     def _grown(self, best: Candidates) -> list[Node]:
         """The likeliest tree of at most `nodes` candidates and copied tokens, best first."""
-        children = _Children(self.model, self.situation, best, self._copy, self._chances)
+        children = _Children(self.model, best, self._copy, self._chances)
         heap: list[tuple[float, int, int, int, tuple[int, bool], float]] = []
         tree: list[Node] = []
 
@@ -274,12 +272,11 @@ class _Children:
     def __init__(
         self,
         model: AcceptanceModel,
-        situation: Situation,
         best: Candidates,
         copy: Copy,
         copy_chances: Sequence[float],
     ) -> None:
-        self.model, self.situation, self.best = model, situation, best
+        self.model, self.best = model, best
         self.copy, self.copy_chances = copy, copy_chances
         self._found: dict[tuple[int, bool], list[_Child]] = {}
 
@@ -290,26 +287,26 @@ class _Children:
         return self._found[family]
 
     def _made(self, slot: int, along: bool) -> list[_Child]:
-        along = along and slot < len(self.copy.tokens)
-        copied = self.copy.tokens[slot] if along else None
-        trust = self.copy_chances[slot] if along else None
-        drafted = slot < len(self.best.tokens)
-        found = []
-        if drafted:
-            line = self.model.node_line(self.situation, slot, copied=False, copy_chance=trust)
-            same = self.model.node_line(self.situation, slot, copied=True, copy_chance=trust)
+        chances: dict[int, float] = {}
+        if slot < len(self.best.tokens):
             pairs = zip(self.best.tokens[slot][:_WIDEST], self.best.logprobs[slot], strict=False)
-            for token, logprob in pairs:
-                bias, slope = same if token == copied else line
-                chance = logistic(bias + slope * log_odds(math.exp(logprob)))
-                found.append(_Child(token, chance, Origin.DRAFTER, token == copied))
-        if copied is not None and trust is not None and all(not each.copied for each in found):
-            chance = trust
-            if drafted:
-                bias, slope = same
-                chance = logistic(bias + slope * log_odds(0.0))
-            found.append(_Child(copied, chance, self.copy.origins[slot], True))
-        return found
+            chances = {token: math.exp(logprob) for token, logprob in pairs}
+        if not along or slot >= len(self.copy.tokens):
+            return [_Child(token, p, Origin.DRAFTER, False) for token, p in chances.items()]
+        copied, trust = self.copy.tokens[slot], self.copy_chances[slot]
+        if not chances:
+            return [_Child(copied, trust, self.copy.origins[slot], True)]
+        origins = dict.fromkeys(chances, Origin.DRAFTER)
+        origins.setdefault(copied, self.copy.origins[slot])
+        return [
+            _Child(
+                token,
+                self.model.merged_chance(chances.get(token, 0.0), token == copied, trust, slot),
+                origin,
+                token == copied,
+            )
+            for token, origin in origins.items()
+        ]
 
 
 def check_pair(model: AcceptanceModel, target: TargetModel, drafter: Drafter, path: str) -> None:

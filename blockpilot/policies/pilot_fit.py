@@ -169,22 +169,21 @@ class RecordingPolicy(PilotPolicy):
         self.outcomes.draft.append((draft_features(self.situation), float(max(right))))
 
     def _note_nodes(self, place: int, following: Sequence[int]) -> None:
-        """The candidates of each slot, as long as the tokens before it are among them."""
-        along = True
-        slots = zip(self._top[place], self._logprobs[place], following, strict=False)
-        for slot, (tokens, logprobs, own) in enumerate(slots):
-            along = along and slot < len(self._copy.tokens)
-            copied = self._copy.tokens[slot] if along else None
-            trust = self._chances[slot] if along else None
-            chances = {
-                token: math.exp(logprob)
-                for token, logprob in zip(tokens[:_RANKS], logprobs, strict=False)
-            }
-            if copied is not None:
-                chances.setdefault(copied, 0.0)
+        """The candidates of each slot, as long as the answer goes on as the copy."""
+        slots = zip(
+            self._top[place],
+            self._logprobs[place],
+            self._copy.tokens,
+            self._chances,
+            following,
+            strict=False,
+        )
+        for slot, (tokens, logprobs, copied, trust, own) in enumerate(slots):
+            pairs = zip(tokens[:_RANKS], logprobs, strict=False)
+            chances = {token: math.exp(logprob) for token, logprob in pairs}
+            chances.setdefault(copied, 0.0)
             for token, chance in chances.items():
-                features = node_features(self.situation, slot, chance, token == copied, trust)
+                features = node_features(chance, token == copied, trust, slot)
                 self.outcomes.node.append((features, token == own))
-            if own not in chances:
+            if own != copied:
                 return
-            along = along and copied == own
