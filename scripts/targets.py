@@ -34,7 +34,7 @@ from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.fixed import FixedPolicy
 
-DRAFTER: dict[str, Any] = {"checkpoint": "random", "ignore_keys": []}
+DRAFTER: dict[str, Any] = {"checkpoint": "random", "ignore_keys": [], "head": None}
 LOADS, REFUSED, BROKEN = "Loads", "Refused", "Loads, and breaks a law"
 NOT_TRIED = "Not tried"
 HEAD = """# Targets, family by family

@@ -73,7 +73,7 @@ def with_stops(target: Target, *stop_ids: int) -> Target:
 
 def bound_dflash() -> DFlashDrafter:
     """A random drafter of the tiny target."""
-    drafter = DFlashDrafter(checkpoint="random", ignore_keys=[])
+    drafter = DFlashDrafter(checkpoint="random", ignore_keys=[], head=None)
     drafter.bind(tiny_target())
     return drafter
 

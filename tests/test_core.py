@@ -22,7 +22,7 @@ from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.fixed import FixedPolicy
 
 target = pretrained_target("target", dtype=torch.float64)
-drafter = DFlashDrafter(checkpoint="drafter", ignore_keys=[])
+drafter = DFlashDrafter(checkpoint="drafter", ignore_keys=[], head=None)
 method = Method(drafter, FixedPolicy(block_size=8, block_mode="draft")).bind(target)
 ids = [5, 17, 3, 42, 8]
 drafted = decode(target, method, ids, max_new_tokens=24)

@@ -61,7 +61,7 @@ def network(kind: str, tied: bool = False) -> DFlashNetwork:
 
 def bound(target: Target, kind: str, tied: bool = False) -> DFlashDrafter:
     """Drafter with the reference's weights, as if loaded from a checkpoint."""
-    drafter = DFlashDrafter(checkpoint="test", ignore_keys=[])
+    drafter = DFlashDrafter(checkpoint="test", ignore_keys=[], head=None)
     drafter.network = network(kind, tied)
     drafter.bind(target)
     return drafter

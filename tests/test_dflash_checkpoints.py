@@ -52,7 +52,9 @@ def write(folder: Path, state: dict[str, Tensor], raw: dict[str, Any]) -> Path:
 def refused(folder: Path, *told: str, **target: Any) -> str:
     """The one-line message of a checkpoint that `bind` refuses."""
     with pytest.raises(UserError) as caught:
-        DFlashDrafter(checkpoint=str(folder), ignore_keys=[]).bind(tiny_target("qwen3", **target))
+        DFlashDrafter(checkpoint=str(folder), ignore_keys=[], head=None).bind(
+            tiny_target("qwen3", **target)
+        )
     message = str(caught.value)
     assert "\n" not in message
     for part in (str(folder), *told):
@@ -91,7 +93,9 @@ def test_every_published_form_loads_alike(
 ) -> None:
     state, raw = published()
     target = tiny_target("qwen3")
-    drafter = DFlashDrafter(checkpoint=str(write(tmp_path, state, form(raw))), ignore_keys=[])
+    drafter = DFlashDrafter(
+        checkpoint=str(write(tmp_path, state, form(raw))), ignore_keys=[], head=None
+    )
     drafter.bind(target)
     assert drafter.trained_block_size == 5
     assert drafter.feature_layers == (0, 2)
@@ -206,7 +210,9 @@ def test_a_drafter_of_another_target_is_refused(
 
 def test_a_padded_vocabulary_is_another_vocabulary(tmp_path: Path) -> None:
     folder = write(tmp_path, *published(padded_rows=7))
-    DFlashDrafter(checkpoint=str(folder), ignore_keys=[]).bind(tiny_target("qwen3", padded_rows=7))
+    DFlashDrafter(checkpoint=str(folder), ignore_keys=[], head=None).bind(
+        tiny_target("qwen3", padded_rows=7)
+    )
     refused(folder, f"vocab_size={VOCAB + 7}")
 
 
@@ -217,7 +223,7 @@ def test_the_mask_may_lie_past_the_tokenizer_but_not_past_the_rows(
     state, raw = published(tied=tied, padded_rows=7)
     target = tiny_target("qwen3", tied=tied, padded_rows=7)
     raw["dflash_config"]["mask_token_id"] = VOCAB + 6
-    drafter = DFlashDrafter(checkpoint=str(write(tmp_path, state, raw)), ignore_keys=[])
+    drafter = DFlashDrafter(checkpoint=str(write(tmp_path, state, raw)), ignore_keys=[], head=None)
     method = Method(drafter, FixedPolicy(block_size=5, block_mode="draft"))
     method.bind(target)
     tokens = decode(target, method, PROMPT, sampler(1.0), 12).tokens
@@ -262,7 +268,7 @@ def test_several_files_of_weights_are_one_checkpoint(tmp_path: Path) -> None:
     state, raw = published()
     folder = write(tmp_path, {"fc.weight": state.pop("fc.weight")}, raw)
     save_file(state, folder / "model-2.safetensors")
-    DFlashDrafter(checkpoint=str(folder), ignore_keys=[]).bind(tiny_target("qwen3"))
+    DFlashDrafter(checkpoint=str(folder), ignore_keys=[], head=None).bind(tiny_target("qwen3"))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +296,7 @@ def test_the_hub_is_asked_for_safetensors_and_config_alone(
         return str(folder)
 
     monkeypatch.setattr("blockpilot.base.hub.snapshot_download", download)
-    DFlashDrafter(checkpoint="z-lab/some", ignore_keys=[]).bind(tiny_target("qwen3"))
+    DFlashDrafter(checkpoint="z-lab/some", ignore_keys=[], head=None).bind(tiny_target("qwen3"))
     assert asked == [("z-lab/some", ["config.json", "*.safetensors"])]
 
 

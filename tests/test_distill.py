@@ -139,7 +139,7 @@ def test_the_walk_over_stored_answers_gives_the_loops_tau(
     run: Run, tmp_path: Path, temperature: float
 ) -> None:
     target = exact_target(run)
-    drafter = DFlashDrafter(checkpoint=str(run.drafter), ignore_keys=[])
+    drafter = DFlashDrafter(checkpoint=str(run.drafter), ignore_keys=[], head=None)
     method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"))
     method.bind(target)
     assert drafter.network is not None

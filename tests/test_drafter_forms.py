@@ -53,7 +53,7 @@ class Checkpoint:
     def bound(self, raw: Raw, ignore_keys: Any = ()) -> DFlashDrafter | Eagle3Drafter:
         self.write(raw)
         ignored = list(ignore_keys) if isinstance(ignore_keys, tuple) else ignore_keys
-        drafter: Any = DFlashDrafter(checkpoint=str(self.folder), ignore_keys=ignored)
+        drafter: Any = DFlashDrafter(checkpoint=str(self.folder), ignore_keys=ignored, head=None)
         if self.kind == "eagle3":
             drafter = Eagle3Drafter(
                 checkpoint=str(self.folder), ignore_keys=ignored, depth=1, top_k=1, block_size=4

@@ -203,14 +203,14 @@ def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match=r"checkpoint=null: no EAGLE-3 head of .* is known"):
         Eagle3Drafter(**{**good, "checkpoint": None}).bind(tiny_target())
     with pytest.raises(UserError, match=r"checkpoint=null: no DFlash drafter of .* is known"):
-        DFlashDrafter(checkpoint=None, ignore_keys=[]).bind(tiny_target())
+        DFlashDrafter(checkpoint=None, ignore_keys=[], head=None).bind(tiny_target())
 
 
 @pytest.mark.parametrize("name", ["dflash", "eagle3"])
 def test_a_drafter_in_16_bits_turns_by_the_angles_it_was_trained_with(name: str) -> None:
     shape: dict[str, Any] = {"depth": 1, "top_k": 1, "block_size": 4}
     drafter = (
-        DFlashDrafter(checkpoint="random", ignore_keys=[])
+        DFlashDrafter(checkpoint="random", ignore_keys=[], head=None)
         if name == "dflash"
         else Eagle3Drafter(checkpoint="random", ignore_keys=[], **shape)
     )

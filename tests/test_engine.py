@@ -46,7 +46,9 @@ def compiled_target(kind: str = "llama") -> CompiledTarget:
 
 
 def bound(target: Target, policy: Any) -> Method:
-    return Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy).bind(target)
+    return Method(DFlashDrafter(checkpoint="random", ignore_keys=[], head=None), policy).bind(
+        target
+    )
 
 
 def tree_policy(nodes: int) -> TreePolicy:

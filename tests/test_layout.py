@@ -61,6 +61,7 @@ def test_drafters_and_policies_do_not_import_each_other(graph: grimp.ImportGraph
     shared = (
         "drafters.forms",
         "drafters.layers",
+        "drafters.path_head",
         "policies.tree",
         "policies.cells",
         "policies.calibration",

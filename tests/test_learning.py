@@ -229,7 +229,8 @@ def test_every_input_and_label_trains_and_decodes_plain_decodings_text(
     target = load_target(composed("sweep", *arguments(tmp_path)))
     wanted = plain(target, 8, sampler(1.0)).tokens
     method = Method(
-        DFlashDrafter(checkpoint="random", ignore_keys=[]), BlockSizePolicy(path=str(place))
+        DFlashDrafter(checkpoint="random", ignore_keys=[], head=None),
+        BlockSizePolicy(path=str(place)),
     )
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(1.0), 8)
@@ -359,7 +360,7 @@ def test_a_policy_of_another_pair_is_refused_by_name(
         (tmp_path / "model.safetensors").write_bytes((place / "model.safetensors").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({**raw, key: value}))
     target = load_target(composed("sweep", *arguments(tmp_path)))
-    drafter = DFlashDrafter(checkpoint="random", ignore_keys=[])
+    drafter = DFlashDrafter(checkpoint="random", ignore_keys=[], head=None)
     with pytest.raises(UserError, match=told):
         Method(drafter, BlockSizePolicy(path=str(tmp_path))).bind(target)
 

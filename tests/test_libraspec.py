@@ -82,7 +82,7 @@ def test_tokens_are_plain_decodings(tmp_path: Path, exact: bool, temperature: fl
     target = tiny_target()
     given = {"alpha": None, "cost": str(curve(tmp_path, target))}
     policy = LibraSpecPolicy(**(given if exact else {"alpha": 2.2, "cost": None}))
-    method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy)
+    method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[], head=None), policy)
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(temperature), 24)
     assert trace.tokens == plain(target, 24, sampler(temperature)).tokens
@@ -126,7 +126,9 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     other = curve(tmp_path, tiny_target(dtype=torch.float32))
     policy = LibraSpecPolicy(alpha=None, cost=str(other))
     with pytest.raises(UserError, match="measured with dtype=float32, this run has float64"):
-        Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy).bind(tiny_target())
+        Method(DFlashDrafter(checkpoint="random", ignore_keys=[], head=None), policy).bind(
+            tiny_target()
+        )
 
 
 def test_how_far_the_practical_rule_is_from_the_exact_one(

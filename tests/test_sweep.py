@@ -218,7 +218,7 @@ def test_sizes_are_clipped_without_repeats(
     run: Run, overrides: list[str], sizes: list[int]
 ) -> None:
     cfg = composed("sweep", *sweep_arguments(run.folder, run.folder, *overrides))
-    drafter = DFlashDrafter(checkpoint="random", ignore_keys=[])
+    drafter = DFlashDrafter(checkpoint="random", ignore_keys=[], head=None)
     drafter.bind(run.target)
     methods = sweep.sweep_methods(cfg, drafter, run.target)
     assert list(methods) == ["plain", *(f"dflash{size}" for size in sizes)]
@@ -229,7 +229,7 @@ def test_sizes_that_the_drafter_cannot_do_are_refused(run: Run) -> None:
     cfg = composed(
         "sweep", *sweep_arguments(run.folder, run.folder, "sizes=[17]", "block_mode=verify")
     )
-    drafter = DFlashDrafter(checkpoint="random", ignore_keys=[])
+    drafter = DFlashDrafter(checkpoint="random", ignore_keys=[], head=None)
     drafter.bind(run.target)
     with pytest.raises(UserError, match=r"block size 17 in block_mode=verify: allowed are 1\.\.16"):
         sweep.sweep_methods(cfg, drafter, run.target)

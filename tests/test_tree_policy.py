@@ -93,7 +93,7 @@ def test_what_a_tree_accepts_of_a_text_by_hand() -> None:
 def test_trees_of_a_block_give_plain_decodings_tokens(nodes: int, temperature: float) -> None:
     target = tiny_target()
     wanted = plain(target, 16, sampler(temperature)).tokens
-    method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), ddtree(nodes))
+    method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[], head=None), ddtree(nodes))
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(temperature), 16)
     assert trace.tokens == wanted
@@ -156,7 +156,7 @@ def test_trees_that_pay_keep_the_output_law(curve: Path, fit: str, temperature: 
     target = tiny_target()
     wanted = plain(target, 16, sampler(temperature)).tokens
     policy = TreePolicy(nodes=63, cost=str(curve), fit=fit, online=False)
-    method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy)
+    method = Method(DFlashDrafter(checkpoint="random", ignore_keys=[], head=None), policy)
     method.bind(target)
     trace = decode(target, method, PROMPT, sampler(temperature), 16)
     assert trace.tokens == wanted
@@ -167,7 +167,7 @@ def test_a_curve_that_does_not_fit_is_refused(curve: Path) -> None:
     def bound(nodes: int, fit: str | None = "measured", target: Any = None) -> None:
         policy = TreePolicy(nodes=nodes, cost=str(curve), fit=fit, online=False)
         target = target or tiny_target()
-        Method(DFlashDrafter(checkpoint="random", ignore_keys=[]), policy).bind(target)
+        Method(DFlashDrafter(checkpoint="random", ignore_keys=[], head=None), policy).bind(target)
 
     with pytest.raises(UserError, match=r"no cost for tree 65: the curve holds 2\.\.64"):
         bound(64)

@@ -23,6 +23,7 @@ class Marginals:
     rank: Tensor  # [A, S] int32: tokens it preferred to the answer's; -1 past the answer's end
     top_tokens: Tensor  # [A, S, K] int32
     top_logprobs: Tensor  # [A, S, K] float32; float16 once stored
+    after: Tensor | None = None  # [A, S, H, H] of a path head's H candidates, as `Candidates.after`
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,21 @@ class Proposals(Protocol):
         ...
 
 
+@runtime_checkable
+class PathProposals(Proposals, Protocol):
+    """What proposals also offer whose tokens depend on the token before them."""
+
+    anchors: Tensor  # [A] tokens
+    n_scored: int  # best tokens of a slot among which the one before decides
+
+    def bias(self, rows: Tensor, slot: int, before: Tensor, tokens: Tensor) -> Tensor:
+        """What the logits of `tokens` [n, K] gain behind each token of `before` [n, J]: [n, J, K].
+
+        Of slot `slot` of the anchors `rows` [n].
+        """
+        ...
+
+
 class Drafter(Protocol):
     """Proposes tokens. One instance serves many prompts, one at a time."""
 

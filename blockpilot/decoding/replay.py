@@ -21,7 +21,8 @@ from torch import Tensor
 
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.anchors import KnownAnswer, Marginals, Replay, visited
-from blockpilot.decoding.protocols import Drafter, Policy, Proposals, Replayable
+from blockpilot.decoding.paths import within
+from blockpilot.decoding.protocols import Drafter, PathProposals, Policy, Proposals, Replayable
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Block, Candidates, Draft, Forward, Trace, Verdict, View
 
@@ -53,10 +54,23 @@ def accepted_lengths(proposals: Proposals, labels: Tensor, known: Tensor) -> Ten
         alive = alive[known[alive, slot]]
         if not len(alive):
             break
-        best = proposals.logits(alive, slot).argmax(dim=-1)
+        logits = proposals.logits(alive, slot)
+        if isinstance(proposals, PathProposals):
+            top = logits.float().topk(min(proposals.n_scored, logits.shape[-1]), dim=-1)
+            before = _before(proposals, labels, slot)[alive, None]
+            bias = proposals.bias(alive, slot, before, top.indices)
+            rank = within(top.values, bias)[:, 0].argmax(dim=-1, keepdim=True)
+            best = top.indices.gather(1, rank)[:, 0]
+        else:
+            best = logits.argmax(dim=-1)
         alive = alive[best == labels[alive, slot]]
         accepted[alive] += 1
     return accepted
+
+
+def _before(proposals: PathProposals, labels: Tensor, slot: int) -> Tensor:
+    """The text's own tokens [A] before a slot."""
+    return labels[:, slot - 1] if slot else proposals.anchors
 
 
 def marginals(
@@ -64,25 +78,55 @@ def marginals(
 ) -> tuple[Marginals, Tensor]:
     """Rank of the label and the top `candidates` of every slot, and the accepted lengths [A].
 
-    A smaller vocabulary is kept whole.
+    A smaller vocabulary is kept whole, and what a path head scored is kept whatever is asked.
     """
+    paths = proposals if isinstance(proposals, PathProposals) else None
+    if paths is not None:
+        candidates = max(candidates, paths.n_scored)
     rows = torch.arange(labels.shape[0], device=labels.device)
     alive = torch.ones_like(rows, dtype=torch.bool)
     accepted = torch.zeros_like(rows, dtype=torch.int16)
-    ranks, tokens, logprobs = [], [], []
+    ranks: list[Tensor] = []
+    tokens: list[Tensor] = []
+    logprobs: list[Tensor] = []
+    after: list[Tensor] = []
     for slot in range(labels.shape[1]):
         logits = proposals.logits(rows, slot).float()  # [A, V]
         own = logits.gather(1, labels[:, slot, None])
         rank = (logits > own).sum(dim=-1)
-        # Not rank 0: of equal logits decoding proposes one.
-        alive &= known[:, slot] & (logits.argmax(dim=-1) == labels[:, slot])
-        accepted += alive
         ranks.append(rank.masked_fill(~known[:, slot], -1).int())
         top = logits.topk(min(candidates, logits.shape[-1]), dim=-1)
-        tokens.append(top.indices.int())
+        best = logits.argmax(dim=-1)  # not rank 0: of equal logits decoding proposes one
         logprobs.append(top.values - logits.logsumexp(dim=-1, keepdim=True))
-    found = Marginals(torch.stack(ranks, 1), torch.stack(tokens, 1), torch.stack(logprobs, 1))
-    return found, accepted
+        if paths is not None:
+            text = _before(paths, labels, slot)
+            scored, best = _conditioned(paths, slot, top.indices, logprobs[-1], tokens, text)
+            after.append(scored)
+        tokens.append(top.indices.int())
+        alive &= known[:, slot] & (best == labels[:, slot])
+        accepted += alive
+    kept = torch.stack(ranks, 1), torch.stack(tokens, 1), torch.stack(logprobs, 1)
+    return Marginals(*kept, torch.stack(after, 1) if after else None), accepted
+
+
+def _conditioned(
+    proposals: PathProposals,
+    slot: int,
+    tokens: Tensor,  # [A, K] best of the slot
+    logprobs: Tensor,  # [A, K]
+    earlier: Sequence[Tensor],  # each [A, K] best of a slot before
+    text: Tensor,  # [A] the text's own tokens before the slot
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [A, H, H] of a path head's candidates of one slot behind those of the slot
+    before, and the token [A] that is best behind the text's."""
+    n = min(proposals.n_scored, tokens.shape[1])
+    tokens, logprobs = tokens[:, :n], logprobs[:, :n]
+    before = earlier[-1][:, :n].long() if slot else text[:, None].expand(-1, n)
+    rows = torch.arange(len(tokens), device=tokens.device)
+    bias = proposals.bias(rows, slot, torch.cat([before, text[:, None]], dim=1), tokens)
+    scores = within(logprobs, bias)
+    best = tokens.gather(1, scores[:, -1].argmax(dim=-1, keepdim=True))[:, 0]
+    return scores[:, :-1] + logprobs.logsumexp(dim=-1)[:, None, None], best
 
 
 @torch.inference_mode()
@@ -207,7 +251,9 @@ class _Drafts:
             self.lengths[block.drafted] = replay.accepted[block].tolist()
         needed = min(getattr(policy, "candidates", 0), answered.prefill_logits.shape[-1])
         kept = 0 if replay.marginals is None else replay.marginals.top_tokens.shape[-1]
-        if kept < needed:
+        # Of a path head's candidates every policy sees all, and no others.
+        scored = replay.marginals is not None and replay.marginals.after is not None
+        if kept < needed and not scored:
             raise UserError(
                 f"policy {policy.name}: it reads {needed} candidates per slot, the replay kept "
                 f"{kept}: sweep again"
@@ -229,11 +275,23 @@ class _Drafts:
         else:
             assert found is not None, "a replay without marginals"
             assert trained, "a replay without drafts of this width"
-            tokens = found.top_tokens[place, :, 0].long()
+            best = _known(found, place)
+            tokens = torch.tensor(
+                [best.tokens[s][rank] for s, (rank, _) in enumerate(best.chain())]
+            )
         if found is None or not trained:
             return Draft(tokens)
-        top, logprobs = found.top_tokens[place].tolist(), found.top_logprobs[place].tolist()
-        return Draft(tokens, known=Candidates(top, logprobs))
+        return Draft(tokens, known=_known(found, place))
+
+
+def _known(found: Marginals, place: int) -> Candidates:
+    """The candidates that a replay kept of one anchor; of a path head's, those alone."""
+    top, logprobs = found.top_tokens[place], found.top_logprobs[place]
+    if found.after is None:
+        return Candidates(top.tolist(), logprobs.tolist())
+    after = found.after[place]
+    n = after.shape[-1]
+    return Candidates(top[:, :n].tolist(), logprobs[:, :n].tolist(), after.tolist())
 
 
 def known_path(draft: Draft, following: Sequence[int]) -> list[int]:
@@ -255,10 +313,12 @@ def known_path(draft: Draft, following: Sequence[int]) -> list[int]:
 def _joined(parts: Sequence[Marginals]) -> Marginals | None:
     if not parts:
         return None
+    after = [part.after for part in parts if part.after is not None]
     return Marginals(
         torch.cat([part.rank for part in parts]).cpu(),
         torch.cat([part.top_tokens for part in parts]).cpu(),
         torch.cat([part.top_logprobs for part in parts]).cpu(),
+        torch.cat(after).cpu() if len(after) else None,
     )
 
 

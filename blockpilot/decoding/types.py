@@ -40,10 +40,40 @@ class Origin(IntEnum):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Best tokens of every slot of a drafted block, best first: S slots, K candidates each."""
+    """Best tokens of every slot of a drafted block, best first: S slots, K candidates each.
+
+    `after`, where the drafter has a path head, holds the log-probability of candidate k of slot s
+    behind candidate j of slot s - 1; of slot 0 only row 0 counts, which is behind the anchor.
+    """
 
     tokens: Sequence[Sequence[int]]  # [S][K]
     logprobs: Sequence[Sequence[float]]  # [S][K]
+    after: Sequence[Sequence[Sequence[float]]] | None = None  # [S][K][K]
+
+    def row(self, slot: int, before: int) -> Sequence[float]:
+        """Log-probabilities [K] of a slot behind candidate `before` of the one before it."""
+        if self.after is None:
+            return self.logprobs[slot]
+        return self.after[slot][before if slot else 0]
+
+    def chain(self) -> list[tuple[int, float]]:
+        """Rank and log-probability of each slot's token, the best behind the one before it."""
+        found: list[tuple[int, float]] = []
+        rank = 0
+        for slot in range(len(self.tokens)):
+            row = self.row(slot, rank)
+            rank = max(range(len(row)), key=row.__getitem__)
+            found.append((rank, row[rank]))
+        return found
+
+
+@dataclass(frozen=True)
+class Shortlist:
+    """What a path head says of the best K tokens of S slots: K and S as in `Candidates`."""
+
+    tokens: Tensor  # [S, K] int64
+    logits: Tensor  # [S, K] float32, the drafter's own
+    within: Tensor  # [S, K, K] float32 log-probabilities among the K, as `Candidates.after`
 
 
 @dataclass(frozen=True)
@@ -59,6 +89,7 @@ class Draft:
     parents: Sequence[int] | None = None  # [N] nodes; None: a chain
     origins: Sequence[Origin] | None = None  # [N]; None: all the drafter's
     known: Candidates | None = None  # of a replay, which keeps no logits
+    shortlist: Shortlist | None = None  # of a path head; the tokens are then the chain along it
 
     def cut(self, n_tokens: int) -> Draft:
         """The first `n_tokens` proposals; of a tree they are one, parents come first."""
@@ -72,17 +103,35 @@ class Draft:
     def candidates(self, most: int) -> Candidates:
         """The best `most` tokens of every slot, or all there are; one host sync.
 
-        Only of a draft with logits, and in a replay of as many as it kept.
+        Only of a draft with logits, in a replay as many as it kept, and with a path head those that
+        it scored.
         """
         if self.known is not None:
             return self.known
         assert self.logits is not None
         logits = self.logits.float()
+        if self.shortlist is not None:
+            return _scored(self.shortlist, logits.logsumexp(dim=-1))
         top = logits.topk(min(most, logits.shape[-1]), dim=-1)
         logprobs = top.values - logits.logsumexp(dim=-1, keepdim=True)
         # float64 holds a token's number and a float32 exactly, so that both come in one transfer.
         tokens, scores = torch.stack([top.indices.double(), logprobs.double()]).tolist()
         return Candidates([[int(token) for token in slot] for slot in tokens], scores)
+
+
+def _scored(found: Shortlist, normalizer: Tensor) -> Candidates:
+    """Candidates of a shortlist, in one transfer: the K share what the drafter gave them of the
+    whole vocabulary, whose logsumexp [S] is `normalizer`."""
+    mass = found.logits.logsumexp(dim=-1) - normalizer
+    after = found.within + mass[:, None, None]
+    logprobs = found.logits - normalizer[:, None]
+    parts = [found.tokens.double()[:, None], logprobs.double()[:, None], after.double()]
+    slots = torch.cat(parts, dim=1).tolist()  # [S][2 + K][K]
+    return Candidates(
+        [[int(token) for token in slot[0]] for slot in slots],
+        [slot[1] for slot in slots],
+        [slot[2:] for slot in slots],
+    )
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class DFlashStudent:
 
     def method(self, folder: Path) -> Method:
         policy = FixedPolicy(block_size=self.network.config.block_size, block_mode="draft")
-        return Method(DFlashDrafter(checkpoint=str(folder), ignore_keys=[]), policy)
+        return Method(DFlashDrafter(checkpoint=str(folder), ignore_keys=[], head=None), policy)
 
 
 def blocks_of(target: Target, network: DFlashNetwork, ids: Tensor, anchors: Tensor) -> Tensor:

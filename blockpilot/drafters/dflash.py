@@ -18,8 +18,9 @@ from torch import Tensor
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.compiled import CompiledTarget
 from blockpilot.decoding.native.stack import MOST_ROWS, WHOLE, Rope, Stack, linear
+from blockpilot.decoding.paths import before_each, greedy_chain, within
 from blockpilot.decoding.protocols import TargetModel
-from blockpilot.decoding.types import Draft, Verdict, View
+from blockpilot.decoding.types import Draft, Shortlist, Verdict, View
 from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
 from blockpilot.drafters.dflash_static import StaticBlocks
 from blockpilot.drafters.forms.checkpoints import (
@@ -32,6 +33,7 @@ from blockpilot.drafters.forms.checkpoints import (
 )
 from blockpilot.drafters.forms.config import ConfigReader
 from blockpilot.drafters.layers import native_stack, new_shape
+from blockpilot.drafters.path_head import PathHead, load_path_head
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +46,19 @@ class DFlashDrafter:
     `checkpoint` is a hub repository, a folder, `bundled:<name>` for weights shipped with the
     package, or `random` for a network of the published shape with random weights (offline tests).
     `ignore_keys` are keys of its config.json that are read past at the user's risk, nested ones
-    with a dot. Drafts are greedy at every temperature.
+    with a dot. `head` is a path head of this drafter, named like a checkpoint: a draft is then the
+    chain along it, and trees grow on its scores. Drafts are greedy at every temperature.
     """
 
     name = "dflash"
     has_marginals = True
     network: DFlashNetwork  # once bound
 
-    def __init__(self, *, checkpoint: str | None, ignore_keys: Sequence[str]) -> None:
-        self.checkpoint, self.ignore_keys = checkpoint, ignore_keys
+    def __init__(
+        self, *, checkpoint: str | None, ignore_keys: Sequence[str], head: str | None
+    ) -> None:
+        self.checkpoint, self.ignore_keys, self.head = checkpoint, ignore_keys, head
+        self._head: PathHead | None = None
         self.fingerprint: str | None = None
         self.shape: str | None = None
         self.trained_block_size: int | None = None
@@ -80,7 +86,11 @@ class DFlashDrafter:
             self.shape = size_of(self.network)
         config = self.network.config
         check_fits(config, target, self.checkpoint)
+        if self.head is not None and self._head is None:
+            self._load_head(self.head, target)
         settle(self.network, target)
+        if self._head is not None:
+            settle(self._head, target)
         self.trained_block_size, self.feature_layers = config.block_size, config.target_layer_ids
         self._target = target
         self._stack: Stack | None = None
@@ -92,6 +102,14 @@ class DFlashDrafter:
             self._static = None
         elif self._static is None or self._static.target is not target:
             self._static = StaticBlocks(self.network, target, self._mask_embedding)
+
+    def _load_head(self, place: str, target: TargetModel) -> None:
+        self._head = load_path_head(place, target, self.network)
+        # A network that was handed in has no fingerprint, whatever its head.
+        if self.fingerprint is not None and self.shape is not None:
+            found = fingerprint_of(place, self._head, self._head.config.published(), [])
+            self.fingerprint += f",head={found}"
+            self.shape += f", head of {size_of(self._head)}"
 
     def start(self, view: View, capacity: int) -> None:
         """Room for the keys and values of `capacity` positions, filled with the prompt's."""
@@ -116,7 +134,7 @@ class DFlashDrafter:
         if self._static is None or n_unread > n_slots:
             self._read_context()
         if self._static is not None:
-            logits = self._static.draft(
+            hidden, logits = self._static.draft(
                 view.anchor, self._room, self._length, self._unread, n_slots
             )
             self._length, self._unread = view.position, []
@@ -124,7 +142,10 @@ class DFlashDrafter:
             masks = self._mask_embedding.expand(n_slots - 1, -1)
             hidden = self._block(torch.cat([self._target.embed(view.anchor), masks]))
             logits = self._target.logits(hidden)  # [B - 1, V]
-        return Draft(logits.argmax(dim=-1), logits)
+        if self._head is None:
+            return Draft(logits.argmax(dim=-1), logits)
+        found = shortlist(self._head, hidden, logits, view.anchor[0])
+        return Draft(greedy_chain(found.tokens, found.within), logits, shortlist=found)
 
     def observe(self, verdict: Verdict) -> None:
         """Keep the committed positions for the next draft, also of a cycle that asked for none.
@@ -154,7 +175,10 @@ class DFlashDrafter:
         assert features is not None
         masks = self._mask_embedding.expand(len(anchors), n_slots - 1, -1)
         blocks = torch.cat([self._target.embed(ids[anchors])[:, None], masks], dim=1)
-        return BlockProposals(self.network(features, blocks, anchors)[:, 1:], self._target)
+        hidden = self.network(features, blocks, anchors)[:, 1:]
+        if self._head is None:
+            return BlockProposals(hidden, self._target)
+        return PathBlockProposals(hidden, self._target, ids[anchors], self._head)
 
     def batched(self, rows: int, context: int, widest: int) -> Callable[[int], Tensor]:
         """Drafts of `rows` sequences at once, by the number of slots: tokens [R, B - 1].
@@ -182,7 +206,11 @@ class DFlashDrafter:
             masks = mask.expand(rows, n_slots - 1, -1)
             block = torch.cat([self._target.embed(anchors), masks], dim=1)
             hidden = network.block(block, slab, context, cos[context:end], sin[context:end])
-            return self._target.logits(hidden).argmax(dim=-1)
+            logits = self._target.logits(hidden)
+            if self._head is None:
+                return logits.argmax(dim=-1)
+            found = shortlist(self._head, hidden, logits, anchors[:, 0])
+            return greedy_chain(found.tokens, found.within)
 
         return draft
 
@@ -225,6 +253,32 @@ class BlockProposals:
     def logits(self, rows: Tensor, slot: int) -> Tensor:
         """Logits [n, V] of one slot of the anchors `rows` [n]."""
         return self.target.logits(self.hidden[rows, slot])
+
+
+@dataclass(frozen=True)
+class PathBlockProposals(BlockProposals):
+    """Drafts of many blocks whose tokens a path head decides."""
+
+    anchors: Tensor  # [A] tokens
+    head: PathHead
+
+    @property
+    def n_scored(self) -> int:
+        """Best tokens of a slot that the head scores."""
+        return self.head.config.top_k
+
+    def bias(self, rows: Tensor, slot: int, before: Tensor, tokens: Tensor) -> Tensor:
+        """What the logits of `tokens` [n, K] gain behind each of `before` [n, J]: [n, J, K]."""
+        found: Tensor = self.head(self.hidden[rows, slot], before, tokens)
+        return found
+
+
+def shortlist(head: PathHead, hidden: Tensor, logits: Tensor, anchors: Tensor) -> Shortlist:
+    """What a head says of the best tokens of blocks with states [..., B - 1, D], logits
+    [..., B - 1, V] and anchor tokens [...]."""
+    top = logits.float().topk(min(head.config.top_k, logits.shape[-1]), dim=-1)
+    bias = head(hidden, before_each(anchors, top.indices), top.indices)
+    return Shortlist(top.indices, top.values, within(top.values, bias))
 
 
 def load_network(

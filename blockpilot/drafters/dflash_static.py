@@ -59,14 +59,15 @@ class StaticBlocks:
         length: int,
         unread: Sequence[Tensor],  # each [n, F], B in all at most
         n_slots: int,
-    ) -> Tensor:
-        """Logits [B - 1, V] behind `length` cached positions and those of `unread`, which become
-        cached too."""
+    ) -> tuple[Tensor, Tensor]:
+        """Final states [B - 1, D] and logits [B - 1, V] behind `length` cached positions and those
+        of `unread`, which become cached too."""
         n = sum(each.shape[0] for each in unread)
         features = torch.cat([*unread, self._none.expand(n_slots - n, -1)])  # [B, F]
         start, end = (anchor.new_full((), each) for each in (length, length + n))
         shape = n_slots, room.cos.shape[0]
-        return self._run(shape, room, anchor, features, start, end)
+        found: tuple[Tensor, Tensor] = self._run(shape, room, anchor, features, start, end)
+        return found
 
     def _step(
         self,
@@ -75,7 +76,7 @@ class StaticBlocks:
         features: Tensor,  # [B, F]
         start: Tensor,
         end: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Positions `start...` get keys and values of the features, then `end...` the block's: so
         those of features that are there for their number alone are overwritten.
         """
@@ -101,4 +102,5 @@ class StaticBlocks:
                 queries.reshape(1, groups, rows, -1), keys, values, attn_mask=seen
             )
             x = layer.finish(x, attended.reshape(queries.shape))
-        return self.target.logits(self.network.norm(x[1:]))
+        hidden = self.network.norm(x[1:])
+        return hidden, self.target.logits(hidden)

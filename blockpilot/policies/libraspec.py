@@ -70,7 +70,7 @@ class LibraSpecPolicy:
 
     def next(self, draft: Draft, view: View) -> Draft:
         """The leading tokens that the rule keeps; one host sync for the confidences."""
-        best = [math.exp(slot[0]) for slot in draft.candidates(1).logprobs]
+        best = [math.exp(logprob) for _, logprob in draft.candidates(1).chain()]
         return draft.cut(self._kept(best, self._seconds))
 
     def _kept(self, confidences: Sequence[float], seconds: Sequence[float]) -> int:

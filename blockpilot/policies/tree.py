@@ -4,7 +4,8 @@ and BASTION (2605.29727).
 A block drafter gives every slot a distribution of its own. A node is a choice of tokens for the
 first d slots and scores the product of their probabilities; best-first by score gives, for every
 number of nodes, the prefix-closed tree with the largest expected number of accepted tokens. How
-many nodes pay depends on what verifying them costs.
+many nodes pay depends on what verifying them costs. With a path head a slot's distribution depends
+on the token before, and so does the order of a node's children; the search is the same.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _CANDIDATES = 128  # of a slot, at most: BASTION's
 _LEAST_POINTS = 4  # a roofline has four terms
 
 Node = tuple[int, int, int]  # slot, rank among its candidates, parent
+After = Sequence[Sequence[Sequence[float]]]
 
 
 class TreePolicy:
@@ -106,9 +108,9 @@ class TreePolicy:
         return self.block_of
 
     def next(self, draft: Draft, view: View) -> Draft:
-        """The best tree of the block's marginals; one host sync for its candidates."""
+        """The best tree of the block's candidates; one host sync for them."""
         best = draft.candidates(self.candidates)
-        return tree_draft(self._grown(best.logprobs, self._seconds), best, view.anchor.device)
+        return tree_draft(self._grown(best, self._seconds), best, view.anchor.device)
 
     def observe(self, verdict: Verdict) -> None:
         """Every tree is grown on its own."""
@@ -116,11 +118,13 @@ class TreePolicy:
     def replay_blocks(self) -> list[Block]:
         return []
 
-    def _grown(self, logprobs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[Node]:
-        tree = best_first(logprobs, self.nodes)
+    def _grown(self, best: Candidates, seconds: Sequence[float]) -> list[Node]:
+        tree = best_first(best.logprobs, self.nodes, best.after)
         if self._online is not None:
             seconds = self._online.seconds(seconds[: len(tree)])
-        return tree[: paying_nodes(tree, logprobs, seconds)] if seconds else tree
+        if not seconds:
+            return tree
+        return tree[: paying_nodes(tree, best.logprobs, seconds, best.after)]
 
 
 def tree_draft(tree: Sequence[Node], best: Candidates, device: torch.device) -> Draft:
@@ -130,35 +134,64 @@ def tree_draft(tree: Sequence[Node], best: Candidates, device: torch.device) -> 
 
 
 def paying_nodes(
-    tree: Sequence[Node], logprobs: Sequence[Sequence[float]], seconds: Sequence[float]
+    tree: Sequence[Node],
+    logprobs: Sequence[Sequence[float]],
+    seconds: Sequence[float],
+    after: After | None = None,
 ) -> int:
     """Leading nodes of a best-first tree that promise the most tokens per second.
 
     `seconds[n - 1]` is a cycle's cost with n nodes. Expected are the target's own token and the
-    nodes' scores.
+    nodes' scores; `logprobs` and `after` are those that the tree was grown from.
     """
     scores = [1.0]
     for slot, rank, parent in tree:
-        scores.append(scores[parent] * math.exp(logprobs[slot][rank]))
+        row = logprobs[slot] if after is None else after[slot][_rank_of(tree, parent)]
+        scores.append(scores[parent] * math.exp(row[rank]))
     return most_per_second(list(accumulate(scores))[1:], seconds)
 
 
-def best_first(logprobs: Sequence[Sequence[float]], n_nodes: int) -> list[Node]:
+def best_first(
+    logprobs: Sequence[Sequence[float]], n_nodes: int, after: After | None = None
+) -> list[Node]:
     """(slot, rank, parent) of the best prefix-closed tree, in the order of falling scores.
 
     `logprobs` [S][R] are each slot's best candidates, best first; parents are node numbers, 0 the
-    anchor. A node's first child and its next sibling are the only ones that can follow it next, so
-    the heap holds at most two entries per node. Fewer nodes come back when the slots hold fewer.
+    anchor. With `after` [S][R][R], as in `Candidates`, a node scores by the row of its parent, in
+    whose order the children come. A node's first child and its next sibling are the only ones that
+    can follow it next, so the heap holds at most two entries per node. Fewer nodes come back when
+    the slots hold fewer.
     """
-    heap = [(-logprobs[0][0], 0, 0, 0, 0.0)]  # minus score, slot, rank, parent, parent's score
+    ranked: dict[tuple[int, int], list[tuple[float, int]]] = {}
+
+    def children(slot: int, before: int) -> list[tuple[float, int]]:
+        """(log-probability, rank) of the tokens of a slot behind a rank before it, best first."""
+        key = (slot, 0 if after is None else before)
+        if key not in ranked:
+            row = logprobs[slot] if after is None else after[slot][before]
+            order = (
+                range(len(row)) if after is None else sorted(range(len(row)), key=lambda r: -row[r])
+            )
+            ranked[key] = [(row[rank], rank) for rank in order]
+        return ranked[key]
+
+    # minus score, slot, place among the siblings, parent, parent's score
+    heap = [(-children(0, 0)[0][0], 0, 0, 0, 0.0)]
     tree: list[Node] = []
     while heap and len(tree) < n_nodes:
-        minus, slot, rank, parent, above = heapq.heappop(heap)
+        minus, slot, place, parent, above = heapq.heappop(heap)
+        siblings = children(slot, _rank_of(tree, parent))
+        rank = siblings[place][1]
         tree.append((slot, rank, parent))
         if slot + 1 < len(logprobs):
-            child = -minus + logprobs[slot + 1][0]
+            child = -minus + children(slot + 1, rank)[0][0]
             heapq.heappush(heap, (-child, slot + 1, 0, len(tree), -minus))
-        if rank + 1 < len(logprobs[slot]):
-            sibling = above + logprobs[slot][rank + 1]
-            heapq.heappush(heap, (-sibling, slot, rank + 1, parent, above))
+        if place + 1 < len(siblings):
+            sibling = above + siblings[place + 1][0]
+            heapq.heappush(heap, (-sibling, slot, place + 1, parent, above))
     return tree
+
+
+def _rank_of(tree: Sequence[Node], node: int) -> int:
+    """The rank of a node among its slot's candidates, 0 for the anchor."""
+    return tree[node - 1][1] if node else 0

@@ -43,6 +43,8 @@ def write_replay(
     if replay.marginals is not None:
         tensors |= {name: getattr(replay.marginals, name) for name in _MARGINALS}
         tensors["top_logprobs"] = tensors["top_logprobs"].half()
+        if replay.marginals.after is not None:
+            tensors["after"] = replay.marginals.after.half()
     if features is not None:
         tensors["features"] = features.contiguous()
     metadata = {
@@ -67,7 +69,8 @@ def read_replay(file: Path, prompt_id: str) -> tuple[Text, Replay, Tensor | None
         text = Text(tensors["ids"].tolist(), int(metadata["prompt_length"]))
         found = None
         if "rank" in tensors:
-            found = Marginals(*(tensors[name] for name in _MARGINALS))
+            rank, tokens, logprobs = (tensors[name] for name in _MARGINALS)
+            found = Marginals(rank, tokens, logprobs, tensors.get("after"))
     except FileNotFoundError as error:
         raise UserError(f"no replay of prompt {prompt_id}: {file}") from error
     except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:

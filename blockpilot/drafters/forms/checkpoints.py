@@ -89,7 +89,9 @@ def settle(network: nn.Module, target: TargetModel) -> None:
     far positions by other angles than the network was trained with.
     """
     network.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    rotary: Any = network.rotary
+    rotary: Any = getattr(network, "rotary", None)
+    if rotary is None:
+        return
     network.rotary = type(rotary)(rotary.config).to(target.device)
 
 
