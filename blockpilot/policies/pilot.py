@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -186,23 +187,23 @@ class PilotPolicy:
     def _grown(self, best: Candidates) -> list[Node]:
         """The likeliest tree of at most `nodes` candidates and copied tokens, best first."""
         children = _Children(self.model, best, self._copy, self._chances)
-        heap: list[tuple[float, int, int, int, tuple[int, bool], float]] = []
+        heap: list[tuple[float, int, int, int, Family, float]] = []
         tree: list[Node] = []
 
-        def push(parent: int, family: tuple[int, bool], place: int, above: float) -> None:
+        def push(parent: int, family: Family, place: int, above: float) -> None:
             mine = children.of(family)
             if place < len(mine):
                 heapq.heappush(
                     heap, (-above * mine[place].chance, len(heap), parent, place, family, above)
                 )
 
-        push(0, (0, True), 0, 1.0)
+        push(0, Family(0, True, 0), 0, 1.0)
         while heap and len(tree) < self.nodes:
             minus, _, parent, place, family, above = heapq.heappop(heap)
             child = children.of(family)[place]
             tree.append(Node(child.token, parent, -minus, child.origin))
-            slot, along = family
-            push(len(tree), (slot + 1, along and child.copied), 0, -minus)
+            following = Family(family.slot + 1, family.along and child.copied, child.rank)
+            push(len(tree), following, 0, -minus)
             push(parent, family, place + 1, above)
         return tree
 
@@ -254,58 +255,67 @@ class Node:
     origin: Origin
 
 
-@dataclass(frozen=True)
-class _Child:
+class Family(NamedTuple):
+    """What the chances of a node's children depend on."""
+
+    slot: int  # theirs, 0 behind the anchor
+    along: bool  # the path to them is the copy's
+    rank: int  # of their parent among the candidates of its slot, which a path head reads
+
+
+class _Child(NamedTuple):
     """A token behind a parent, with the chance that it follows where the parent is right."""
 
     token: int
     chance: float
     origin: Origin
     copied: bool
+    rank: int
 
 
 class _Children:
-    """Tokens that may follow a node, likeliest first: by its slot, and whether the path to it is
-    the copy's.
-    """
+    """Tokens that may follow a node, likeliest first."""
 
     def __init__(
-        self,
-        model: AcceptanceModel,
-        best: Candidates,
-        copy: Copy,
-        copy_chances: Sequence[float],
+        self, model: AcceptanceModel, best: Candidates, copy: Copy, copy_chances: Sequence[float]
     ) -> None:
-        self.model, self.best = model, best
-        self.copy, self.copy_chances = copy, copy_chances
-        self._found: dict[tuple[int, bool], list[_Child]] = {}
+        self.model, self.best, self.copy, self.copy_chances = model, best, copy, copy_chances
+        self._found: dict[Family, list[_Child]] = {}
 
-    def of(self, family: tuple[int, bool]) -> list[_Child]:
-        """Children of the nodes that a slot, 0 behind the anchor, follows."""
+    def of(self, family: Family) -> list[_Child]:
+        """Children of a node."""
+        if self.best.after is None:  # every parent has the same
+            family = family._replace(rank=0)
         if family not in self._found:
-            self._found[family] = sorted(self._made(*family), key=lambda child: -child.chance)
+            self._found[family] = sorted(self._made(family), key=lambda child: -child.chance)
         return self._found[family]
 
-    def _made(self, slot: int, along: bool) -> list[_Child]:
-        chances: dict[int, float] = {}
-        if slot < len(self.best.tokens):
-            pairs = zip(self.best.tokens[slot][:_WIDEST], self.best.logprobs[slot], strict=False)
-            chances = {token: math.exp(logprob) for token, logprob in pairs}
-        if not along or slot >= len(self.copy.tokens):
-            return [_Child(token, p, Origin.DRAFTER, False) for token, p in chances.items()]
+    def _made(self, family: Family) -> list[_Child]:
+        slot = family.slot
+        drafted: list[_Child] = []
+        if slot < len(self.best.tokens) and family.rank >= 0:
+            row = self.best.row(slot, family.rank)
+            drafted = [
+                _Child(token, math.exp(logprob), Origin.DRAFTER, False, rank)
+                for rank, (token, logprob) in enumerate(
+                    zip(self.best.tokens[slot], row, strict=True)
+                )
+            ]
+            drafted = heapq.nlargest(_WIDEST, drafted, key=lambda child: child.chance)
+        if not family.along or slot >= len(self.copy.tokens):
+            return drafted
         copied, trust = self.copy.tokens[slot], self.copy_chances[slot]
-        if not chances:
-            return [_Child(copied, trust, self.copy.origins[slot], True)]
-        origins = dict.fromkeys(chances, Origin.DRAFTER)
-        origins.setdefault(copied, self.copy.origins[slot])
+        if not drafted:
+            return [_Child(copied, trust, self.copy.origins[slot], True, -1)]
+        if all(child.token != copied for child in drafted):
+            drafted.append(_Child(copied, 0.0, self.copy.origins[slot], True, -1))
+        merged = self.model.merged_chance
         return [
-            _Child(
-                token,
-                self.model.merged_chance(chances.get(token, 0.0), token == copied, trust, slot),
-                origin,
-                token == copied,
+            child._replace(
+                chance=merged(child.chance, child.token == copied, trust, slot),
+                copied=child.token == copied,
             )
-            for token, origin in origins.items()
+            for child in drafted
         ]
 
 
