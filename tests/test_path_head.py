@@ -184,7 +184,7 @@ def test_replay_equals_decode_for_every_policy_with_a_head(policy: Path, tmp_pat
             continue
         blocks = method.policy.replay_blocks()
         found = replay(drafter, ids, len(prompt), one.features, blocks, chunk=7, candidates=TOP)
-        trace = decided(method.policy, found, known_answer(prompt, one))
+        trace = decided(method.policy, found, known_answer(prompt, one, 1.0))
         decoded = decode(target, method, prompt, choose, 20)
         for part in ("tokens", "stop_reason", *PER_CYCLE):
             assert getattr(trace, part) == getattr(decoded, part), (name, part)
