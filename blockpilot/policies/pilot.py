@@ -12,10 +12,12 @@ That, and not the largest ratio, is what the rate of a whole answer grows by (Di
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -32,9 +34,11 @@ from blockpilot.predictor.acceptance import (
     AcceptanceModel,
     Situation,
     load_acceptance,
-    unfitted,
 )
 
+log = logging.getLogger(__name__)
+
+SHIPPED = Path(__file__).parents[1] / "predictor" / "weights" / "smollm2-135m-pilot"
 _LONGEST_ENDING = 8  # tokens of an ending that the index knows
 _LONGEST_MATCH = 32  # tokens up to which a match is told from a longer one
 _RANKS = 16  # candidates of a slot: what every replay keeps
@@ -48,10 +52,10 @@ _PRIOR_CYCLES = 8  # that the rate of an answer starts from
 class PilotPolicy:
     """Chooses a source and a size for every cycle, by a fitted model and a measured curve.
 
-    `path` is the folder of a model that the stage `train` fitted, `bundled:<name>` one that ships
-    with the package, or `random` one that was not fitted (offline tests). `cost` is a curve of this
-    pair and machine with copies and, of a drafter with marginals, trees; None: the machine is
-    calibrated. `nodes` and `longest_copy` bound what a cycle verifies besides the anchor.
+    `path` is the folder or repository of a model that the stage `train` fitted; None: the one that
+    ships. `cost` is a curve of this pair and machine with copies and, of a drafter with marginals,
+    trees; None: the machine is calibrated. `nodes` and `longest_copy` bound what a cycle verifies
+    besides the anchor.
     """
 
     name = "pilot"
@@ -59,7 +63,9 @@ class PilotPolicy:
     block_mode = "draft"
     reads_clock = False
 
-    def __init__(self, *, path: str, cost: str | None, nodes: int, longest_copy: int) -> None:
+    def __init__(
+        self, *, path: str | None, cost: str | None, nodes: int, longest_copy: int
+    ) -> None:
         for name, value in (("nodes", nodes), ("longest_copy", longest_copy)):
             if value < 1:
                 raise UserError(f"policy.{name}={value}: allowed are numbers >= 1")
@@ -72,10 +78,9 @@ class PilotPolicy:
 
         A drafter without per-slot marginals drafts its own block or tree, of one size.
         """
-        model = unfitted()
-        if self.path != "random":
-            model = load_acceptance(folder_of(f"policy {self.path}", self.path))
-            check_pair(model, target, drafter, self.path)
+        folder = SHIPPED if self.path is None else folder_of(f"policy {self.path}", self.path)
+        model = load_acceptance(folder)
+        warn_of_another_pair(model, target, drafter)
         self.ready(drafter.trained_block_size or 1, drafter.has_marginals, model)
         self.curve = self._costs(target, drafter)
         self.fingerprint: str | None = f"{model.digest()}-{self.curve.digest()}"
@@ -319,14 +324,23 @@ class _Children:
         ]
 
 
-def check_pair(model: AcceptanceModel, target: TargetModel, drafter: Drafter, path: str) -> None:
-    """UserError for a model that was fitted to another pair, naming what differs."""
-    for what, fitted_to, current in (
+def warn_of_another_pair(model: AcceptanceModel, target: TargetModel, drafter: Drafter) -> None:
+    """Say that a model was fitted to another pair: what it knows of texts and of a draft's own
+    chances carries over, but not measured to be best.
+    """
+    for what, origin, current in (
         ("target", model.fitted_to.get("target"), target.name),
         ("drafter", model.fitted_to.get("drafter"), drafter.fingerprint),
     ):
-        if fitted_to != current:
-            raise UserError(f"policy {path}: fitted to {what} {fitted_to}, this is {current}")
+        if origin != current:
+            log.warning(
+                "pilot: fitted to %s %s, this is %s (output is unaffected); fit one with "
+                "python -m blockpilot.train runs=[...]",
+                what,
+                origin,
+                current,
+            )
+            return
 
 
 def best_length(

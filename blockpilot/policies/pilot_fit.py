@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _ROUNDS = 2  # walks, each by the model of the one before
 _RANKS = 6  # candidates of a slot that are learnt from
+_MOST = 16  # nodes of the trees that the policy takes on the way, and half of its copies
 _NODES = 8  # of the tree that says what a draft brings
 
 
@@ -98,8 +99,6 @@ def fit_acceptance(
     answers: Sequence[Answered],
     curve: CostCurve,
     *,
-    nodes: int,
-    longest_copy: int,
     origin: dict[str, Any],
     shuffle: int | None = None,
 ) -> AcceptanceModel:
@@ -108,7 +107,7 @@ def fit_acceptance(
     """
     model = unfitted()
     for round_ in range(_ROUNDS):
-        policy = RecordingPolicy(path="", cost=None, nodes=nodes, longest_copy=longest_copy)
+        policy = RecordingPolicy(path=None, cost=None, nodes=_MOST, longest_copy=2 * _MOST)
         policy.ready(pair.trained_block_size, True, model)
         policy.curve = curve
         for each in answers:

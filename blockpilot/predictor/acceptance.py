@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.base.errors import UserError
-from blockpilot.base.files import replace_file
+from blockpilot.base.files import make_folder, replace_file
 from blockpilot.base.json_values import fitted
 
 FILE = "acceptance.json"
@@ -161,6 +161,7 @@ def unfitted() -> AcceptanceModel:
 
 def save_acceptance(model: AcceptanceModel, folder: Path) -> None:
     """Write a model into a folder, atomically."""
+    make_folder(folder)
     replace_file(folder / FILE, lambda stream: stream.write(model.to_json().encode()))
 
 
