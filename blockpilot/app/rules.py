@@ -171,6 +171,7 @@ COMPONENT_RULES = (
     whole("n_layers", 1, 1000),
     whole("n_target_layers", 1, 1000),
     whole("long", 1, _BLOCK),
+    whole("longest_copy", 1, _BLOCK),
     whole("min_match", 1, _TOKENS),
     number("nodes", 1, _BLOCK),
     whole("sampled_negatives", 1, _COUNT),
