@@ -15,7 +15,9 @@ from decoding_kit import bound_dflash, plain, sampler, tiny_target
 
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve, CostPoint, cost_settings
+from blockpilot.decoding.anchors import KnownAnswer, Replay
 from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.replay import decided
 from blockpilot.decoding.text import IndexedText
 from blockpilot.decoding.types import Candidates, Draft, Origin
 from blockpilot.drafters.none import NoDrafter
@@ -147,23 +149,19 @@ def test_dear_drafts_are_not_made_and_dear_positions_not_copied() -> None:
     assert kinds["cheap drafts"][0] > 0
 
 
-def test_copies_of_the_prompt_and_of_the_answer_are_told_apart() -> None:
-    target = tiny_target()
-    prompt = [5, 17, 3]
-    for _ in range(3):
-        prompt += plain(target, 12, prompt=prompt).tokens
-    policy = CopyPolicy(min_match=2, sure_match=4, short=7, long=15, nodes=7)
-    trace = decode(target, Method(NoDrafter(), policy).bind(target), prompt, sampler(), 40)
-    assert trace.tokens == plain(target, 40, prompt=prompt).tokens
-    accepted = [quoted + own for quoted, own in zip(trace.quoted, trace.repeated, strict=True)]
-    assert sum(accepted) > 5
-    assert sum(trace.quoted) > 0
-    for n, committed, copied, verified in zip(
-        accepted, trace.committed, trace.copied, trace.verified, strict=True
-    ):
-        assert n <= copied == verified - 1, "nothing was drafted"
-        assert committed <= n + 1
-    assert sum(trace.drafted) == 0
+def test_copies_of_the_prompt_and_of_the_answer_are_told_apart_by_hand() -> None:
+    policy = CopyPolicy(min_match=2, length=7, nodes=7)
+    policy.bind(tiny_target(), NoDrafter())
+    prefill = torch.zeros(61), torch.zeros(4)
+    said = [1, 2, 3, 4, 5, 7, 8, 7, 8, 7, 8]
+    answered = KnownAnswer([1, 2, 3, 4, 5, 6, 9], said, "budget", 0.0, *prefill)
+    trace = decided(policy, Replay({}, None), answered)
+    assert trace.committed == [1, 4, 1, 1, 1, 2]
+    assert trace.drafted == [0] * 6
+    assert trace.copied == [0, 7, 0, 0, 0, 2], "no longer than the text goes on"
+    assert trace.verified == [1, 8, 1, 1, 1, 3]
+    assert trace.quoted == [0, 3, 0, 0, 0, 0]
+    assert trace.repeated == [0, 0, 0, 0, 0, 2]
 
 
 def test_the_past_judges_a_copy_by_the_committed_tokens_alone() -> None:
@@ -273,11 +271,11 @@ def test_a_pilot_of_another_pair_says_so(caplog: pytest.LogCaptureFixture) -> No
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(UserError, match=r"policy.nodes=0: allowed are numbers >= 1"):
         PilotPolicy(path=None, cost=None, nodes=0, longest_copy=8)
-    usual = {"min_match": 3, "sure_match": 4, "short": 7, "long": 15, "nodes": 7}
+    usual = {"min_match": 2, "length": 7, "nodes": 7}
     for changed, told in (
-        ({"min_match": 0}, "policy.min_match=0: allowed are numbers >= 1"),
-        ({"sure_match": 2}, "allowed are min_match <= sure_match <= 8"),
-        ({"long": 3}, "policy.short=7, policy.long=3: allowed is short <= long"),
+        ({"min_match": 0}, "policy.min_match=0: allowed are 1 to 8"),
+        ({"length": 0}, "policy.length=0: allowed are numbers >= 1"),
+        ({"nodes": 0}, "policy.nodes=0: allowed are numbers >= 1"),
     ):
         with pytest.raises(UserError, match=told):
             CopyPolicy(**{**usual, **changed})

@@ -124,9 +124,10 @@ class PilotPolicy:
             self._draft_s += [curve.seconds(self._drafted.drafted, context)]
         self._usual = min(_USUAL, len(self._draft_s) - 1)
         self._past = Past(self.model.mean_drafted, view.temperature)
-        promised, seconds = 1.0, self._copy_s[0]
+        choices = [(1.0, self._copy_s[0])]
         if self._usual:
-            promised, seconds = 1 + self.model.mean_drafted, self._draft_s[self._usual]
+            choices.append((1 + self.model.mean_drafted, self._draft_s[self._usual]))
+        promised, seconds = max(choices, key=lambda choice: choice[0] / choice[1])
         self._tokens, self._seconds = _PRIOR_CYCLES * promised, _PRIOR_CYCLES * seconds
 
     @property
