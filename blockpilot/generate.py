@@ -54,7 +54,6 @@ class Answer:
         trace = self.trace
         return (len(trace.tokens) - 1) / trace.decode_s if trace.committed else None
 
-
     @property
     def cycles(self) -> str:
         """How many cycles drafted, copied from the text or decoded plainly."""
