@@ -1,11 +1,12 @@
 """Stage `generate`: answer one prompt and show the text as it is committed.
 
-    echo "Why is the sky blue?" | python -m blockpilot.generate block_size=8
+    echo "Why is the sky blue?" | python -m blockpilot.generate
+    echo "Why is the sky blue?" | python -m blockpilot.generate policy=fixed block_size=8
     python -m blockpilot.generate prompt_file=question.txt decoding.temperature=0.7
 
 In a notebook:
 
-    pair = open_pair("block_size=8")
+    pair = open_pair()
     answer = pair.answer("Why is the sky blue?")
     print(answer.text, answer.tau)
 """
@@ -53,11 +54,27 @@ class Answer:
         trace = self.trace
         return (len(trace.tokens) - 1) / trace.decode_s if trace.committed else None
 
+    @property
+    def cycles(self) -> str:
+        """How many cycles drafted, copied from the text or decoded plainly."""
+        trace = self.trace
+        shapes = list(zip(trace.drafted, trace.verified, strict=True))
+        counts = {
+            "drafted": sum(drafted > 0 for drafted, _ in shapes),
+            "copied": sum(drafted == 0 and verified > 1 for drafted, verified in shapes),
+            "plain": sum(verified == 1 for _, verified in shapes),
+        }
+        return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
 
 class Pair:
     """A target with a method, ready to answer."""
 
     def __init__(self, cfg: GenerateConfig) -> None:
+        if cfg.block_size is not None and "block_size" not in cfg.policy:
+            raise UserError(
+                f"block_size={cfg.block_size}: it is of policy=fixed, which is not the policy here"
+            )
         self.cfg = cfg
         drafter = instantiate(cfg.drafter, _convert_="all")
         policy = instantiate(cfg.policy, _convert_="all")
@@ -138,7 +155,8 @@ def run(cfg: GenerateConfig) -> Answer:
     tau = "-" if answer.tau is None else f"{answer.tau:.2f}"
     speed = "-" if answer.tokens_per_s is None else f"{answer.tokens_per_s:.1f}"
     n_tokens = len(answer.trace.tokens)
-    print(f"\n[{n_tokens} tokens, tau {tau}, {speed} tokens/s]", file=sys.stderr)
+    cycles = f"; cycles: {answer.cycles}" if answer.cycles else ""
+    print(f"\n[{n_tokens} tokens, tau {tau}, {speed} tokens/s{cycles}]", file=sys.stderr)
     return answer
 
 

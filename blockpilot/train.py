@@ -1,6 +1,7 @@
 """Stage `train`: the predictor of a block size, from labelled examples.
 
     python -m blockpilot.train dataset=outputs/dataset/<run id>
+    python -m blockpilot.train runs=[outputs/sweep/<run id>] cost=<file>    # a pilot
     python -m blockpilot.train -m dataset=<folder> predictor.hidden=1024,2048,4096
 
 Learns from the split `policy`, stops by the regret on `validation`, never reads `test`. The
@@ -26,6 +27,10 @@ from blockpilot.app.tracking import tracked
 from blockpilot.base.devices import pick_device
 from blockpilot.base.errors import UserError
 from blockpilot.base.files import make_folder
+from blockpilot.base.provenance import facts
+from blockpilot.costs.curve import load_cost
+from blockpilot.policies.pilot_fit import answers_of, fit_acceptance
+from blockpilot.predictor.acceptance import save_acceptance
 from blockpilot.predictor.examples import Examples, load_examples
 from blockpilot.predictor.net import BlockSizeNet, parameters_of, save_predictor
 from blockpilot.predictor.trainer import (
@@ -36,6 +41,8 @@ from blockpilot.predictor.trainer import (
     regret,
     seconds_per_prediction,
 )
+from blockpilot.prompts.base import POLICY
+from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.settings import keep_settings
 from blockpilot.stats.oracles import best_fixed
 
@@ -47,6 +54,13 @@ FIXED_REGRET = "validation regret of the best fixed size"
 
 def run(cfg: TrainConfig) -> Path:
     """Train, print and save; the predictor's folder."""
+    if (cfg.dataset is None) == (not cfg.runs):
+        raise UserError(
+            f"dataset={cfg.dataset}, runs={list(cfg.runs)}: give the one for a predictor of the "
+            "block size, the other for a pilot"
+        )
+    if cfg.dataset is None:
+        return fit_pilot(cfg)
     examples = load_examples(Path(cfg.dataset))
     learnt, held_out = examples.learnt, examples.held_out
     for name, part in (("policy", learnt), ("validation", held_out)):
@@ -95,6 +109,47 @@ def run(cfg: TrainConfig) -> Path:
     return folder / "predictor"
 
 
+def fit_pilot(cfg: TrainConfig) -> Path:
+    """Fit the model of policy `pilot` to the replays of sweeps; its folder."""
+    if cfg.cost is None:
+        raise UserError("cost=null: a pilot is fitted along the cycles that pay by a cost curve")
+    curve = load_cost(cfg.cost, {})
+    pairs, answers, counts = [], [], {}
+    for each in cfg.runs:
+        pair, some = answers_of(RunFolder(Path(each)), POLICY)
+        pairs.append(pair)
+        answers += some
+        counts[Path(each).name] = len(some)
+        if pair != pairs[0]:
+            raise UserError(f"runs: {each} is of {pair}, {cfg.runs[0]} of {pairs[0]}")
+    folder = Path(cfg.paths.outputs) / "train" / cfg.run_id
+    make_folder(folder)
+    origin = {
+        "target": pairs[0].target,
+        "drafter": pairs[0].drafter,
+        "answers": counts,
+        "code": facts(pick_device("cpu"))["git_commit"],
+    }
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    shaping = {name: settings[name] for name in ("runs", "cost", "seed", "shuffle_labels")}
+    keep_settings(folder / "training.json", shaping, what="a pilot")
+    model = fit_acceptance(
+        pairs[0],
+        answers,
+        curve,
+        origin=origin,
+        shuffle=cfg.seed if cfg.shuffle_labels else None,
+    )
+    save_acceptance(model, folder / "predictor")
+    table = Table("pilot", "weights")
+    for name in ("copy", "draft", "node"):
+        table.add_row(name, " ".join(f"{weight:.2f}" for weight in getattr(model, name)))
+    table.add_row("accepted of a draft", f"{model.mean_drafted:.2f}")
+    Console().print(table)
+    log.info("pilot in %s", folder / "predictor")
+    return folder / "predictor"
+
+
 def untrained(cfg: TrainConfig, examples: Examples) -> BlockSizeNet:
     """The predictor that a configuration asks for, before its first step."""
     shape = cfg.predictor
@@ -104,7 +159,7 @@ def untrained(cfg: TrainConfig, examples: Examples) -> BlockSizeNet:
         hidden=shape.hidden,
         depth=shape.depth,
         dropout=shape.dropout,
-        data=cfg.dataset,
+        data=str(cfg.dataset),
     )
     return BlockSizeNet(config)
 

@@ -38,7 +38,7 @@ FORMATS = dict.fromkeys(("maths", "chat", "code"), "{turn}")
 
 def main(overrides: list[str]) -> None:
     """Measure, print, write."""
-    pair = open_pair(*overrides)
+    pair = open_pair("policy=fixed", *overrides)
     eager = Target(pair.target.model, pair.target.tokenizer, pair.target.name)
     eager.stop_ids = pair.target.stop_ids
     targets = {"eager": eager, pair.target.engine: pair.target}

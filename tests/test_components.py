@@ -33,8 +33,8 @@ METHODS = {
     "drafter": ("bind", "start", "draft", "observe"),
     "recipe": ("blueprint",),
     "tracker": ("start", "log", "summarise", "finish"),
-    "policy": ("bind", "start", "block", "next"),
-    "method": ("bind", "start", "block", "next"),
+    "policy": ("bind", "start", "block", "next", "observe"),
+    "method": ("bind", "start", "block", "next", "observe"),
 }
 BY_COST = ("libraspec-exact", "caddtree", "bastion", "bastion-online")
 PATH = {

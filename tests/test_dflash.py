@@ -151,7 +151,7 @@ def test_the_cached_context_equals_the_reference(kind: str, tied: bool) -> None:
     for anchor, n_slots in ((4, TRAINED), (5, 3), (9, 9), (10, 2), (20, TRAINED)):
         if anchor > known:
             new = ids[known + 1 : anchor + 1]
-            drafter.observe(Verdict(new.tolist(), new[-1:], features[known:anchor]))
+            drafter.observe(Verdict(new.tolist(), new[-1:], features[known:anchor], ()))
         seen = view(target, ids, anchor, features[known:anchor])
         got, tokens = inference_hidden(drafter, seen, n_slots)
         want = reference_hidden(kind, target, ids, anchor, n_slots, tied)
@@ -358,7 +358,7 @@ def test_a_drafter_that_is_often_right_is_not_suspected(
         drafter.start(seen, capacity=64)
         drafter.draft(seen, 3)
         n = 3 if cycle % 8 == 0 else n_tokens
-        drafter.observe(Verdict([0] * n, ids[:1], features[:n]))
+        drafter.observe(Verdict([0] * n, ids[:1], features[:n], range(1, n)))
     assert not warnings(caplog)
 
 

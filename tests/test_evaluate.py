@@ -322,7 +322,7 @@ def test_times_are_compared_with_the_best_fixed_size(folder: Path) -> None:
     sizes = {"plain": 1, "dflash15": 15, "dflash16": 16, "dflash17": 17}
     assert times["verified"].drop("blockpilot").to_dict() == sizes
     assert times["drafting"].drop("plain").between(0.01, 0.99).all()
-    assert times.loc["plain", "drafting"] < 0.01
+    assert times.loc["plain", "drafting"] < times["drafting"].drop("plain").min()
     assert (times["drafting_low"] <= times["drafting"]).all()
     assert (times["drafting"] <= times["drafting_high"]).all()
     evaluated(given[0], *given[2:])

@@ -18,12 +18,13 @@ from blockpilot.generate import Answer, open_pair
 
 QUESTION = "Why is the sky blue?"
 SETTINGS = ["dtype=float64", "decoding.temperature=1", "decoding.max_new_tokens=40"]
-LAST_LINE = re.compile(r"\n\[(\d+) tokens, tau (\S+), (\S+) tokens/s\]\n$")
+LAST_LINE = re.compile(r"\n\[(\d+) tokens, tau (\S+), (\S+) tokens/s(?:; cycles: .+)?\]\n$")
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
     paths = f"paths.outputs={folder}"
-    return [*TINY, *SETTINGS, "drafter.checkpoint=random", "run_id=run", paths, *more]
+    given = [*TINY, *SETTINGS, "drafter.checkpoint=random", "policy=fixed", "run_id=run", paths]
+    return [*given, *more]
 
 
 def answered(folder: Path, *more: str) -> Answer:
@@ -109,6 +110,20 @@ def test_the_text_does_not_depend_on_drafter_size_or_mode(tmp_path: Path) -> Non
     assert [set(each.trace.verified) for each in answers] == [{1}, {5}, {16}, {5}]
     assert [set(each.trace.drafted) for each in answers] == [{0}, {4}, {15}, {15}]
     assert plain.tau == 1
+
+
+def test_a_pilot_decides_by_default_and_its_cycles_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [each for each in arguments(tmp_path, "prompt=hello") if "policy" not in each]
+    answer = performed(generate.run, "generate", *given)
+    assert answer.trace.tokens == answered(tmp_path, "prompt=hello").trace.tokens
+    told = capsys.readouterr().err
+    assert f"; cycles: {answer.cycles}]" in told
+    counts = [int(part.split()[0]) for part in answer.cycles.split(", ")]
+    assert sum(counts) == len(answer.trace.committed)
+    with pytest.raises(UserError, match="block_size=8: it is of policy=fixed"):
+        performed(generate.run, "generate", *given, "block_size=8")
 
 
 def test_a_notebook_opens_the_same_pair(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_drafters_and_policies_do_not_import_each_other(graph: grimp.ImportGraph
         "policies.tree",
         "policies.cells",
         "policies.calibration",
+        "policies.pilot",
     )
     for module, imported in imports(graph):
         room = room_of(module)

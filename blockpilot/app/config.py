@@ -126,6 +126,7 @@ class ReplayConfig:
 class PolicyFiles(PolicyPath):
     """What policies of a sweep read."""
 
+    pilot: str | None
     cost: str | None
 
 
@@ -176,7 +177,9 @@ class PredictorSettings:
 class TrainConfig(JobConfig):
     """Schema of conf/train.yaml."""
 
-    dataset: str
+    dataset: str | None
+    runs: list[str]  # folders of replayed sweeps, for a pilot
+    cost: str | None  # cost curve, for a pilot
     device: str
     tracker: Any
     predictor: PredictorSettings

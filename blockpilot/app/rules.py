@@ -170,13 +170,12 @@ COMPONENT_RULES = (
     number("max_turns", 1, _COUNT),
     whole("n_layers", 1, 1000),
     whole("n_target_layers", 1, 1000),
-    whole("long", 1, _BLOCK),
+    whole("length", 1, _BLOCK),
+    whole("longest_copy", 1, _BLOCK),
     whole("min_match", 1, _TOKENS),
     number("nodes", 1, _BLOCK),
     whole("sampled_negatives", 1, _COUNT),
-    whole("short", 1, _BLOCK),
     number("soft_labels", 0, 1),
-    whole("sure_match", 1, _TOKENS),
     number("top_k", 1, _BLOCK),
     *(
         Rule(key, lambda value: isinstance(value, str), "text")

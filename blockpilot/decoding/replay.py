@@ -275,16 +275,16 @@ class _Drafts:
         else:
             assert found is not None, "a replay without marginals"
             assert trained, "a replay without drafts of this width"
-            best = _known(found, place)
+            best = known_candidates(found, place)
             tokens = torch.tensor(
                 [best.tokens[s][rank] for s, (rank, _) in enumerate(best.chain())]
             )
         if found is None or not trained:
             return Draft(tokens)
-        return Draft(tokens, known=_known(found, place))
+        return Draft(tokens, known=known_candidates(found, place))
 
 
-def _known(found: Marginals, place: int) -> Candidates:
+def known_candidates(found: Marginals, place: int) -> Candidates:
     """The candidates that a replay kept of one anchor; of a path head's, those alone."""
     top, logprobs = found.top_tokens[place], found.top_logprobs[place]
     if found.after is None:

@@ -18,11 +18,11 @@ _LONGEST_ENDING = 8  # tokens of an ending that are compared
 
 
 class CopyPolicy:
-    """Verifies a copy behind an ending of `min_match` tokens or more that occurred before.
+    """Verifies a copy of `length` tokens behind an ending of `min_match` tokens or more that
+    occurred before.
 
-    It takes `short` tokens, and `long` ones from `sure_match` tokens on. Elsewhere it verifies the
-    best tree of `nodes` tokens of the drafter's block, or, of a drafter without per-slot marginals,
-    its whole draft; without a drafter it decodes plainly.
+    Elsewhere it verifies the best tree of `nodes` tokens of the drafter's block, or, of a drafter
+    without per-slot marginals, its whole draft; without a drafter it decodes plainly.
     """
 
     name = "copy"
@@ -31,23 +31,15 @@ class CopyPolicy:
     reads_clock = False
     tree = True
 
-    def __init__(
-        self, *, min_match: int, sure_match: int, short: int, long: int, nodes: int
-    ) -> None:
-        for name, value in (("min_match", min_match), ("short", short), ("nodes", nodes)):
+    def __init__(self, *, min_match: int, length: int, nodes: int) -> None:
+        for name, value in (("length", length), ("nodes", nodes)):
             if value < 1:
                 raise UserError(f"policy.{name}={value}: allowed are numbers >= 1")
-        if not min_match <= sure_match <= _LONGEST_ENDING:
-            raise UserError(
-                f"policy.min_match={min_match}, policy.sure_match={sure_match}: allowed are "
-                f"min_match <= sure_match <= {_LONGEST_ENDING}"
-            )
-        if long < short:
-            raise UserError(f"policy.short={short}, policy.long={long}: allowed is short <= long")
-        self.min_match, self.sure_match = min_match, sure_match
-        self.short, self.long, self.nodes = short, long, nodes
-        self.fingerprint: str | None = f"{min_match},{sure_match}:{short},{long}"
-        self.block_size: int | None = max(long, nodes) + 1
+        if not 1 <= min_match <= _LONGEST_ENDING:
+            raise UserError(f"policy.min_match={min_match}: allowed are 1 to {_LONGEST_ENDING}")
+        self.min_match, self.longest_copy, self.nodes = min_match, length, nodes
+        self.fingerprint: str | None = f"{min_match},{length},{nodes}"
+        self.block_size: int | None = max(length, nodes) + 1
 
     def bind(self, target: TargetModel, drafter: Drafter) -> None:
         """The tree, where the drafter has marginals; else its own block."""
@@ -59,7 +51,7 @@ class CopyPolicy:
             self._trees = TreePolicy(nodes=self.nodes, cost=None, fit=None, online=False)
             self._trees.bind(target, drafter)
             self.candidates = self._trees.candidates
-        self.widest = max(self.long, self.nodes, trained) + 1
+        self.widest = max(self.longest_copy, self.nodes, trained) + 1
 
     def start(self, view: View) -> None:
         """Index the prompt and the first token."""
@@ -73,15 +65,14 @@ class CopyPolicy:
         self._match = self._text.match()
         self._copies = self._match.length >= self.min_match
         if self._copies:
-            return Block(1, self.long + 1)
+            return Block(1, self.longest_copy + 1)
         return self._drafted
 
     def next(self, draft: Draft, view: View) -> Draft:
         """The copy, or a tree of what was drafted."""
         if not self._copies:
             return draft if self._trees is None else self._trees.next(draft, view)
-        length = self.long if self._match.length >= self.sure_match else self.short
-        copy = self._text.at(self._match.places[-1], length)
+        copy = self._text.at(self._match.places[-1], self.longest_copy)
         tokens = torch.tensor(copy.tokens, device=view.anchor.device)
         return Draft(tokens, origins=copy.origins)
 

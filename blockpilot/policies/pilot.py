@@ -12,10 +12,13 @@ That, and not the largest ratio, is what the rate of a whole answer grows by (Di
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,11 +34,11 @@ from blockpilot.predictor.acceptance import (
     AcceptanceModel,
     Situation,
     load_acceptance,
-    log_odds,
-    logistic,
-    unfitted,
 )
 
+log = logging.getLogger(__name__)
+
+SHIPPED = Path(__file__).parents[1] / "predictor" / "weights" / "smollm2-135m-pilot"
 _LONGEST_ENDING = 8  # tokens of an ending that the index knows
 _LONGEST_MATCH = 32  # tokens up to which a match is told from a longer one
 _RANKS = 16  # candidates of a slot: what every replay keeps
@@ -49,10 +52,10 @@ _PRIOR_CYCLES = 8  # that the rate of an answer starts from
 class PilotPolicy:
     """Chooses a source and a size for every cycle, by a fitted model and a measured curve.
 
-    `path` is the folder of a model that the stage `train` fitted, `bundled:<name>` one that ships
-    with the package, or `random` one that was not fitted (offline tests). `cost` is a curve of this
-    pair and machine with copies and, of a drafter with marginals, trees; None: the machine is
-    calibrated. `nodes` and `longest_copy` bound what a cycle verifies besides the anchor.
+    `path` is the folder or repository of a model that the stage `train` fitted; None: the one that
+    ships. `cost` is a curve of this pair and machine with copies and, of a drafter with marginals,
+    trees; None: the machine is calibrated. `nodes` and `longest_copy` bound what a cycle verifies
+    besides the anchor.
     """
 
     name = "pilot"
@@ -60,7 +63,9 @@ class PilotPolicy:
     block_mode = "draft"
     reads_clock = False
 
-    def __init__(self, *, path: str, cost: str | None, nodes: int, longest_copy: int) -> None:
+    def __init__(
+        self, *, path: str | None, cost: str | None, nodes: int, longest_copy: int
+    ) -> None:
         for name, value in (("nodes", nodes), ("longest_copy", longest_copy)):
             if value < 1:
                 raise UserError(f"policy.{name}={value}: allowed are numbers >= 1")
@@ -73,10 +78,9 @@ class PilotPolicy:
 
         A drafter without per-slot marginals drafts its own block or tree, of one size.
         """
-        model = unfitted()
-        if self.path != "random":
-            model = load_acceptance(folder_of(f"policy {self.path}", self.path))
-            check_pair(model, target, drafter, self.path)
+        folder = SHIPPED if self.path is None else folder_of(f"policy {self.path}", self.path)
+        model = load_acceptance(folder)
+        warn_of_another_pair(model, target, drafter)
         self.ready(drafter.trained_block_size or 1, drafter.has_marginals, model)
         self.curve = self._costs(target, drafter)
         self.fingerprint: str | None = f"{model.digest()}-{self.curve.digest()}"
@@ -120,9 +124,10 @@ class PilotPolicy:
             self._draft_s += [curve.seconds(self._drafted.drafted, context)]
         self._usual = min(_USUAL, len(self._draft_s) - 1)
         self._past = Past(self.model.mean_drafted, view.temperature)
-        promised, seconds = 1.0, self._copy_s[0]
+        choices = [(1.0, self._copy_s[0])]
         if self._usual:
-            promised, seconds = 1 + self.model.mean_drafted, self._draft_s[self._usual]
+            choices.append((1 + self.model.mean_drafted, self._draft_s[self._usual]))
+        promised, seconds = max(choices, key=lambda choice: choice[0] / choice[1])
         self._tokens, self._seconds = _PRIOR_CYCLES * promised, _PRIOR_CYCLES * seconds
 
     @property
@@ -187,24 +192,24 @@ class PilotPolicy:
 
     def _grown(self, best: Candidates) -> list[Node]:
         """The likeliest tree of at most `nodes` candidates and copied tokens, best first."""
-        children = _Children(self.model, self.situation, best, self._copy, self._chances)
-        heap: list[tuple[float, int, int, int, tuple[int, bool], float]] = []
+        children = _Children(self.model, best, self._copy, self._chances)
+        heap: list[tuple[float, int, int, int, Family, float]] = []
         tree: list[Node] = []
 
-        def push(parent: int, family: tuple[int, bool], place: int, above: float) -> None:
+        def push(parent: int, family: Family, place: int, above: float) -> None:
             mine = children.of(family)
             if place < len(mine):
                 heapq.heappush(
                     heap, (-above * mine[place].chance, len(heap), parent, place, family, above)
                 )
 
-        push(0, (0, True), 0, 1.0)
+        push(0, Family(0, True, 0), 0, 1.0)
         while heap and len(tree) < self.nodes:
             minus, _, parent, place, family, above = heapq.heappop(heap)
             child = children.of(family)[place]
             tree.append(Node(child.token, parent, -minus, child.origin))
-            slot, along = family
-            push(len(tree), (slot + 1, along and child.copied), 0, -minus)
+            following = Family(family.slot + 1, family.along and child.copied, child.rank)
+            push(len(tree), following, 0, -minus)
             push(parent, family, place + 1, above)
         return tree
 
@@ -256,70 +261,87 @@ class Node:
     origin: Origin
 
 
-@dataclass(frozen=True)
-class _Child:
+class Family(NamedTuple):
+    """What the chances of a node's children depend on."""
+
+    slot: int  # theirs, 0 behind the anchor
+    along: bool  # the path to them is the copy's
+    rank: int  # of their parent among the candidates of its slot, which a path head reads
+
+
+class _Child(NamedTuple):
     """A token behind a parent, with the chance that it follows where the parent is right."""
 
     token: int
     chance: float
     origin: Origin
     copied: bool
+    rank: int
 
 
 class _Children:
-    """Tokens that may follow a node, likeliest first: by its slot, and whether the path to it is
-    the copy's.
-    """
+    """Tokens that may follow a node, likeliest first."""
 
     def __init__(
-        self,
-        model: AcceptanceModel,
-        situation: Situation,
-        best: Candidates,
-        copy: Copy,
-        copy_chances: Sequence[float],
+        self, model: AcceptanceModel, best: Candidates, copy: Copy, copy_chances: Sequence[float]
     ) -> None:
-        self.model, self.situation, self.best = model, situation, best
-        self.copy, self.copy_chances = copy, copy_chances
-        self._found: dict[tuple[int, bool], list[_Child]] = {}
+        self.model, self.best, self.copy, self.copy_chances = model, best, copy, copy_chances
+        self._found: dict[Family, list[_Child]] = {}
 
-    def of(self, family: tuple[int, bool]) -> list[_Child]:
-        """Children of the nodes that a slot, 0 behind the anchor, follows."""
+    def of(self, family: Family) -> list[_Child]:
+        """Children of a node."""
+        if self.best.after is None:  # every parent has the same
+            family = family._replace(rank=0)
         if family not in self._found:
-            self._found[family] = sorted(self._made(*family), key=lambda child: -child.chance)
+            self._found[family] = sorted(self._made(family), key=lambda child: -child.chance)
         return self._found[family]
 
-    def _made(self, slot: int, along: bool) -> list[_Child]:
-        along = along and slot < len(self.copy.tokens)
-        copied = self.copy.tokens[slot] if along else None
-        trust = self.copy_chances[slot] if along else None
-        drafted = slot < len(self.best.tokens)
-        found = []
-        if drafted:
-            line = self.model.node_line(self.situation, slot, copied=False, copy_chance=trust)
-            same = self.model.node_line(self.situation, slot, copied=True, copy_chance=trust)
-            pairs = zip(self.best.tokens[slot][:_WIDEST], self.best.logprobs[slot], strict=False)
-            for token, logprob in pairs:
-                bias, slope = same if token == copied else line
-                chance = logistic(bias + slope * log_odds(math.exp(logprob)))
-                found.append(_Child(token, chance, Origin.DRAFTER, token == copied))
-        if copied is not None and trust is not None and all(not each.copied for each in found):
-            chance = trust
-            if drafted:
-                bias, slope = same
-                chance = logistic(bias + slope * log_odds(0.0))
-            found.append(_Child(copied, chance, self.copy.origins[slot], True))
-        return found
+    def _made(self, family: Family) -> list[_Child]:
+        slot = family.slot
+        drafted: list[_Child] = []
+        if slot < len(self.best.tokens) and family.rank >= 0:
+            row = self.best.row(slot, family.rank)
+            drafted = [
+                _Child(token, math.exp(logprob), Origin.DRAFTER, False, rank)
+                for rank, (token, logprob) in enumerate(
+                    zip(self.best.tokens[slot], row, strict=True)
+                )
+            ]
+            drafted = heapq.nlargest(_WIDEST, drafted, key=lambda child: child.chance)
+        if not family.along or slot >= len(self.copy.tokens):
+            return drafted
+        copied, trust = self.copy.tokens[slot], self.copy_chances[slot]
+        if not drafted:
+            return [_Child(copied, trust, self.copy.origins[slot], True, -1)]
+        if all(child.token != copied for child in drafted):
+            drafted.append(_Child(copied, 0.0, self.copy.origins[slot], True, -1))
+        merged = self.model.merged_chance
+        return [
+            child._replace(
+                chance=merged(child.chance, child.token == copied, trust, slot),
+                copied=child.token == copied,
+            )
+            for child in drafted
+        ]
 
 
-def check_pair(model: AcceptanceModel, target: TargetModel, drafter: Drafter, path: str) -> None:
-    """UserError for a model that was fitted to another pair, naming what differs."""
-    for what, fitted_to, current in (
+def warn_of_another_pair(model: AcceptanceModel, target: TargetModel, drafter: Drafter) -> None:
+    """Say that a model was fitted to another pair: what it knows of texts and of a draft's own
+    chances carries over, but not measured to be best.
+    """
+    for what, origin, current in (
         ("target", model.fitted_to.get("target"), target.name),
         ("drafter", model.fitted_to.get("drafter"), drafter.fingerprint),
     ):
-        if fitted_to != current:
-            raise UserError(f"policy {path}: fitted to {what} {fitted_to}, this is {current}")
+        if origin != current:
+            log.warning(
+                "pilot: fitted to %s %s, this is %s (output is unaffected); fit one with "
+                "python -m blockpilot.train runs=[...]",
+                what,
+                origin,
+                current,
+            )
+            return
 
 
 def best_length(

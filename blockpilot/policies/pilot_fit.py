@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve
 from blockpilot.decoding.anchors import KnownAnswer, Replay
-from blockpilot.decoding.replay import decided
-from blockpilot.decoding.types import Block, View
+from blockpilot.decoding.replay import decided, known_candidates, known_path
+from blockpilot.decoding.types import Block, Candidates, View
 from blockpilot.policies.pilot import PilotPolicy
-from blockpilot.policies.tree import best_first
+from blockpilot.policies.tree import best_first, tree_draft
 from blockpilot.predictor.acceptance import (
     AcceptanceModel,
     copy_features,
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _ROUNDS = 2  # walks, each by the model of the one before
 _RANKS = 6  # candidates of a slot that are learnt from
+_MOST = 16  # nodes of the trees that the policy takes on the way, and half of its copies
 _NODES = 8  # of the tree that says what a draft brings
 
 
@@ -97,8 +99,6 @@ def fit_acceptance(
     answers: Sequence[Answered],
     curve: CostCurve,
     *,
-    nodes: int,
-    longest_copy: int,
     origin: dict[str, Any],
     shuffle: int | None = None,
 ) -> AcceptanceModel:
@@ -107,7 +107,7 @@ def fit_acceptance(
     """
     model = unfitted()
     for round_ in range(_ROUNDS):
-        policy = RecordingPolicy(path="", cost=None, nodes=nodes, longest_copy=longest_copy)
+        policy = RecordingPolicy(path=None, cost=None, nodes=_MOST, longest_copy=2 * _MOST)
         policy.ready(pair.trained_block_size, True, model)
         policy.curve = curve
         for each in answers:
@@ -126,9 +126,7 @@ class RecordingPolicy(PilotPolicy):
     def record(self, answered: Answered) -> None:
         """Walk one answer."""
         assert answered.replay.marginals is not None
-        self._answer, marginals = answered.known.tokens, answered.replay.marginals
-        self._top = marginals.top_tokens.tolist()
-        self._logprobs = marginals.top_logprobs.float().tolist()
+        self._answer, self._marginals = answered.known.tokens, answered.replay.marginals
         decided(self, answered.replay, answered.known)
 
     @property
@@ -142,9 +140,10 @@ class RecordingPolicy(PilotPolicy):
         block = super().block(view)
         place = view.position - len(view.prompt_ids)
         following = self._answer[place + 1 :]
+        best = known_candidates(self._marginals, place)
         self._note_copy(following)
-        self._note_draft(place, following)
-        self._note_nodes(place, following)
+        self._note_draft(best, following)
+        self._note_nodes(best, following)
         return block
 
     def _note_copy(self, following: Sequence[int]) -> None:
@@ -156,35 +155,26 @@ class RecordingPolicy(PilotPolicy):
             if not hit:
                 return
 
-    def _note_draft(self, place: int, following: Sequence[int]) -> None:
+    def _note_draft(self, best: Candidates, following: Sequence[int]) -> None:
         """What a tree of the usual size has accepted, where the answer goes on behind it."""
-        slots = self._top[place]
-        if len(following) < len(slots):
+        if len(following) < len(best.tokens):
             return
-        tree = best_first(self._logprobs[place], _NODES)
-        paths: list[tuple[int, ...]] = [()]
-        for slot, rank, parent in tree:
-            paths.append((*paths[parent], slots[slot][rank]))
-        right = [len(path) for path in paths if path == tuple(following[: len(path)])]
-        self.outcomes.draft.append((draft_features(self.situation), float(max(right))))
+        tree = tree_draft(best_first(best.logprobs, _NODES, best.after), best, torch.device("cpu"))
+        accepted = len(known_path(tree, following))
+        self.outcomes.draft.append((draft_features(self.situation), float(accepted)))
 
-    def _note_nodes(self, place: int, following: Sequence[int]) -> None:
-        """The candidates of each slot, as long as the tokens before it are among them."""
-        along = True
-        slots = zip(self._top[place], self._logprobs[place], following, strict=False)
-        for slot, (tokens, logprobs, own) in enumerate(slots):
-            along = along and slot < len(self._copy.tokens)
-            copied = self._copy.tokens[slot] if along else None
-            trust = self._chances[slot] if along else None
-            chances = {
-                token: math.exp(logprob)
-                for token, logprob in zip(tokens[:_RANKS], logprobs, strict=False)
-            }
-            if copied is not None:
-                chances.setdefault(copied, 0.0)
+    def _note_nodes(self, best: Candidates, following: Sequence[int]) -> None:
+        """The candidates of each slot, as long as the answer goes on as the copy."""
+        rank = 0
+        slots = zip(best.tokens, self._copy.tokens, self._chances, following, strict=False)
+        for slot, (tokens, copied, trust, own) in enumerate(slots):
+            row = best.row(slot, rank)
+            order = sorted(range(len(row)), key=lambda place: -row[place])[:_RANKS]
+            chances = {tokens[place]: math.exp(row[place]) for place in order}
+            chances.setdefault(copied, 0.0)
             for token, chance in chances.items():
-                features = node_features(self.situation, slot, chance, token == copied, trust)
+                features = node_features(chance, token == copied, trust, slot)
                 self.outcomes.node.append((features, token == own))
-            if own not in chances:
+            if own != copied or own not in tokens:
                 return
-            along = along and copied == own
+            rank = tokens.index(own)

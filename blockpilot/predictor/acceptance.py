@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.base.errors import UserError
-from blockpilot.base.files import replace_file
+from blockpilot.base.files import make_folder, replace_file
 from blockpilot.base.json_values import fitted
 
 FILE = "acceptance.json"
 COPY_FEATURES = 12
 DRAFT_FEATURES = 7
-NODE_FEATURES = 9
+NODE_FEATURES = 7
 
 _LEAST, _MOST = 1e-4, 1 - 1e-4  # chances that are told apart
 
@@ -64,12 +64,9 @@ class AcceptanceModel:
         """Accepted tokens that a drafted tree promises, before it is made."""
         return max(0.0, dot(self.draft, draft_features(situation)))
 
-    def node_line(
-        self, situation: Situation, slot: int, *, copied: bool, copy_chance: float | None
-    ) -> tuple[float, float]:
-        """Bias and slope of a candidate's log-odds over the drafter's own."""
-        bias = dot(self.node, node_features(situation, slot, 0.5, copied, copy_chance))
-        return bias, self.node[1] + min(1.0, situation.temperature) * self.node[4]
+    def merged_chance(self, chance: float, copied: bool, copy_chance: float, slot: int) -> float:
+        """Chance of a candidate where a copy has something to say: see `node_features`."""
+        return logistic(dot(self.node, node_features(chance, copied, copy_chance, slot)))
 
     def digest(self) -> str:
         """Twelve hex digits that change with the model."""
@@ -117,26 +114,19 @@ def draft_features(situation: Situation) -> list[float]:
     ]
 
 
-def node_features(
-    situation: Situation, slot: int, chance: float, copied: bool, copy_chance: float | None
-) -> list[float]:
-    """Of a candidate of a slot, 0 for the first, whose parent is right.
+def node_features(chance: float, copied: bool, copy_chance: float, slot: int) -> list[float]:
+    """Of a candidate of a slot, 0 for the first, behind a parent that is right and the copy's.
 
-    `chance` is the drafter's own, `copy_chance` that of the copied token of this slot where the
-    parent is the copy's; `copied` says that the candidate is that token.
+    `chance` is the drafter's own, `copy_chance` that of the copied token; `copied` says that the
+    candidate is that token.
     """
-    odds = log_odds(chance)
-    hot = min(1.0, situation.temperature)
-    along = copy_chance is not None
-    trust = log_odds(copy_chance) if copy_chance is not None else 0.0
+    odds, trust = log_odds(chance), log_odds(copy_chance)
     return [
         1.0,
         odds,
         float(slot > 0),
-        hot,
-        hot * odds,
-        situation.drafted,
-        float(along and copied),
+        float(copied),
+        odds if copied else 0.0,
         trust if copied else 0.0,
         0.0 if copied else trust,
     ]
@@ -171,6 +161,7 @@ def unfitted() -> AcceptanceModel:
 
 def save_acceptance(model: AcceptanceModel, folder: Path) -> None:
     """Write a model into a folder, atomically."""
+    make_folder(folder)
     replace_file(folder / FILE, lambda stream: stream.write(model.to_json().encode()))
 
 
