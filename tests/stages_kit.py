@@ -152,16 +152,19 @@ def entered(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *argument
     return int(left.value.code or 0)
 
 
-TINY_RECIPES = {"dflash": ["recipe.n_layers=1", "recipe.n_target_layers=1"]}
+TINY_RECIPES = {
+    "dflash": ["recipe.n_layers=1", "recipe.n_target_layers=1"],
+    "path_head": ["recipe.drafter=random"],
+}
 
 
 def distill_arguments(
-    outputs: Path, prompts: Path, *more: str, drafter: str = "dflash"
+    outputs: Path, prompts: Path, *more: str, recipe: str = "dflash"
 ) -> list[str]:
     """Overrides of a tiny float32 distillation: one layer, block size 4, learnt by heart."""
     return [
-        f"drafter={drafter}",
-        *TINY_RECIPES.get(drafter, []),
+        f"recipe={recipe}",
+        *TINY_RECIPES.get(recipe, []),
         *TINY,
         "dtype=float32",
         "tracker=none",

@@ -119,7 +119,7 @@ def test_a_new_kind_is_a_class_and_a_yaml(
         "new_drafter.block_size=3",
         "training.steps=30",
         "training.evaluate_every=30",
-        drafter="bigram",
+        recipe="bigram",
     )
     performed(distill.run, "distill", *arguments, "plan=true")
     assert "response tokens, at most" in capsys.readouterr().out

@@ -51,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
     def log(tracker: NullTracker, values: Mapping[str, float], *, step: int) -> None:
         losses.extend(value for key, value in values.items() if key == "train/loss")
 
-    arguments = distill_arguments(folder, distill_prompts(folder), *HEART, drafter="eagle3")
+    arguments = distill_arguments(folder, distill_prompts(folder), *HEART, recipe="eagle3")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NullTracker, "log", log)
         return performed(distill.run, "distill", *arguments), losses
@@ -81,7 +81,7 @@ def test_the_head_has_the_published_form(trained: tuple[Path, list[float]]) -> N
 
 
 def test_training_continues_from_a_head(trained: tuple[Path, list[float]], tmp_path: Path) -> None:
-    given = distill_arguments(tmp_path, distill_prompts(tmp_path), *HEART, drafter="eagle3")
+    given = distill_arguments(tmp_path, distill_prompts(tmp_path), *HEART, recipe="eagle3")
     given += [f"training.init={trained[0]}", "training.steps=0"]
     again = performed(distill.run, "distill", *given)
     name = "model.safetensors"
@@ -109,7 +109,7 @@ def test_a_compiled_training_makes_the_same_head(
     trained: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     """By the backend that only traces: inductor fuses, so its bits may differ."""
-    given = distill_arguments(tmp_path, distill_prompts(tmp_path), *HEART, drafter="eagle3")
+    given = distill_arguments(tmp_path, distill_prompts(tmp_path), *HEART, recipe="eagle3")
     given += [f"training.init={trained[0]}", "training.steps=3"]
     name = "model.safetensors"
     eager = load_file(performed(distill.run, "distill", *given) / name)

@@ -20,6 +20,7 @@ MODES = ("replay", "decode")
 WEIGHTS = ("pretrained", "random")
 LABELS = ("argmax", "soft", "curve")
 OBJECTIVES = ("tau", "throughput")
+PATH_HEADS = ("selector", "markov")
 COMPILERS = ("inductor", "aot_eager", "eager")  # backends of torch.compile
 
 
@@ -165,6 +166,7 @@ COMPONENT_RULES = (
     whole("draft_vocabulary", 1, _COUNT),
     number("examples", 0, _COUNT),
     number("gamma", 0, _COUNT, above=True),
+    one_of("kind", PATH_HEADS),
     whole("mask_token_id", 0, _COUNT),
     number("max_ngram", 1, _TOKENS),
     number("max_turns", 1, _COUNT),
@@ -174,8 +176,10 @@ COMPONENT_RULES = (
     whole("longest_copy", 1, _BLOCK),
     whole("min_match", 1, _TOKENS),
     number("nodes", 1, _BLOCK),
+    whole("rank", 1, _BLOCK),
     whole("sampled_negatives", 1, _COUNT),
     number("soft_labels", 0, 1),
+    number("token_penalty", 0, _COUNT),
     number("top_k", 1, _BLOCK),
     *(
         Rule(key, lambda value: isinstance(value, str), "text")

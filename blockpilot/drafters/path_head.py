@@ -29,7 +29,6 @@ from blockpilot.decoding.protocols import TargetModel
 from blockpilot.drafters.forms.checkpoints import fill_network, read_checkpoint, save_checkpoint
 from blockpilot.drafters.forms.config import ConfigReader
 
-KINDS = ("selector", "markov")
 TOP_K = 16  # best tokens of a slot that a head scores, as in the published selectors
 
 
