@@ -33,7 +33,7 @@ reproduce-local: setup ## The local pair's tables in full: hours; give GSM8K and
 	for name in $(EXPERIMENTS); do $(PY) -m blockpilot.pipeline experiment=$$name records=local processes=$(PROCESSES) || exit; done
 
 test: setup ## Run the tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 quality: setup ## Check style and types, exactly as CI does
 	$(PY) -m ruff check .

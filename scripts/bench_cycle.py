@@ -25,7 +25,7 @@ from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.policies.tree import TreePolicy
 from blockpilot.stats.intervals import bootstrap
 
-N_TOKENS, N_COUNTED, ROUNDS = 32, 9, 2
+N_TOKENS, ROUNDS = 32, 2
 _ALLOCATING = ("aten::empty", "aten::empty_strided", "aten::resize_")
 TREES = (8, 16)  # positions, the anchor counted
 
@@ -158,16 +158,16 @@ def bench_cycle(
     counts.title = "per cycle"
     for engine, target in targets.items():
         for kind, method in methods[engine].items():
-            counted = count(target, method, prompts[0])
+            counted = count(target, method, prompts[0], n_tokens)
             figures[f"{engine}, {kind}"] |= counted
             counts.add_row(engine, kind, *(f"{value:.1f}" for value in counted.values()))
     counts.caption = "waits: synchronisations with a GPU; kernels: launched on it"
     return Section("cycle", [times, counts], figures)
 
 
-def count(target: Target, method: Method, ids: list[int]) -> dict[str, float]:
-    """What one cycle makes torch do: the difference of a longer and a shorter answer."""
-    longer, shorter = (_counted(target, method, ids, n) for n in (4 * N_COUNTED, N_COUNTED))
+def count(target: Target, method: Method, ids: list[int], n_tokens: int) -> dict[str, float]:
+    """What one cycle makes torch do: the difference of an answer and one of a quarter's length."""
+    longer, shorter = (_counted(target, method, ids, n) for n in (n_tokens, n_tokens // 4))
     cycles = longer.pop("cycles") - shorter.pop("cycles")
     if cycles < 1:
         return dict.fromkeys(longer, float("nan"))

@@ -40,7 +40,7 @@ engines=(eager compiled)
 shape=(dtype=bfloat16) bench=()
 if [ "$device" = cpu ]; then # one engine: inductor takes a minute per size on a CPU
   sizes='[1,16]' contexts='[32]' models=(qwen3-4b) engines=(eager)
-  shape=("${tiny[@]}" dtype=float32) bench=(decoding.max_new_tokens=24)
+  shape=("${tiny[@]}" dtype=float32) bench=(decoding.max_new_tokens=12)
 fi
 
 printf '{"id": "a", "turns": ["one"]}\n{"id": "b", "turns": ["two", "and then"]}\n' \

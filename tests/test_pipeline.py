@@ -257,7 +257,7 @@ def few(prompt_set: Any, path: Path | None = None) -> list[Prompt]:
 
 
 # One seed: it draws the random target too.
-SAMPLED = "table1 records=local-t1 records.seeds=[0]"
+SAMPLED = "ablation_k records=local-t1 records.seeds=[0]"
 
 
 @pytest.mark.parametrize("choice", [*EXPERIMENTS, SAMPLED])
@@ -274,7 +274,7 @@ def test_every_experiment_runs_in_debug_size(
         "tracker=none",
         "model.drafters.eagle3=random",
         "dtype=float32",
-        "decoding.max_new_tokens=5",
+        f"decoding.max_new_tokens={20 if choice == 'local_pilot' else 5}",  # more than a block
     ]
     extra = {
         "sweep": [*pair, "prompts.limit=2", "replay.batch_size=8"],

@@ -113,6 +113,11 @@ def fit_acceptance(
         for each in answers:
             policy.record(each)
         outcomes = policy.outcomes
+        if not outcomes.draft:
+            raise UserError(
+                f"runs: no answer is longer than a block of {pair.trained_block_size}, so none "
+                "tells what a draft has accepted"
+            )
         if shuffle is not None:
             outcomes = outcomes.shuffled(np.random.default_rng(shuffle))
         model = outcomes.fit(origin)
