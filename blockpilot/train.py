@@ -128,6 +128,7 @@ def fit_pilot(cfg: TrainConfig) -> Path:
         "target": pairs[0].target,
         "drafter": pairs[0].drafter,
         "answers": counts,
+        "prompts": sorted({each.prompt_hash[:12] for each in answers}),
         "code": facts(pick_device("cpu"))["git_commit"],
     }
     settings: Any = OmegaConf.to_container(cfg, resolve=True)

@@ -194,8 +194,11 @@ class TrainConfig(JobConfig):
 class EvaluateConfig(JobConfig):
     """Schema of conf/evaluate.yaml."""
 
-    dataset: str
+    dataset: str | None
+    runs: list[str]  # folders of replayed sweeps
     policies: list[str]
+    cost: str | None
+    over: list[str]
     timed: str | None  # folder of a decoded sweep
     tracker: Any
 

@@ -1,4 +1,9 @@
-"""Stage `evaluate`: trained predictors against the best fixed size, on prompts unseen by any stage.
+"""Stage `evaluate`: trained policies on prompts unseen by any stage, beside their controls.
+
+    python -m blockpilot.evaluate runs=[outputs/sweep/<run id>] cost=<curve> \
+        policies=[outputs/train/<run id>/predictor]
+
+walks the answers of replayed sweeps with pilots, whole and without one part each: see `ladder`.
 
     python -m blockpilot.evaluate dataset=outputs/dataset/<run id> \
         policies=[outputs/train/<run id>/predictor] timed=outputs/sweep/<run id>
@@ -30,6 +35,7 @@ from blockpilot.app.tracking import tracked
 from blockpilot.base.errors import UserError
 from blockpilot.base.files import make_folder, write_csv
 from blockpilot.base.paths import names_of
+from blockpilot.costs.curve import load_cost
 from blockpilot.evaluate.comparison import (
     ABOUT_GAINS,
     ABOUT_TIMES,
@@ -40,9 +46,11 @@ from blockpilot.evaluate.comparison import (
     timed_table,
 )
 from blockpilot.evaluate.hindsight import per_cycle_gains
+from blockpilot.evaluate.ladder import ABOUT_LADDER, ladder, ladder_cells
 from blockpilot.evaluate.policies import policy_gains, with_tuned
 from blockpilot.evaluate.verdicts import of_evaluation, of_timed
 from blockpilot.policies.blockpilot import BlockSizePolicy
+from blockpilot.predictor.acceptance import load_acceptance
 from blockpilot.predictor.examples import Examples, load_examples
 from blockpilot.predictor.net import parameters_of
 from blockpilot.records.run_folder import RunFolder
@@ -69,12 +77,53 @@ CEILINGS = {
 
 
 def run(cfg: EvaluateConfig) -> pd.DataFrame:
-    """Score, print and write evaluation.csv; one line per set and method, pooled ones last."""
-    examples = load_examples(Path(cfg.dataset))
+    """Score, print and write one line per set and method, pooled ones last."""
+    if (cfg.dataset is None) == (not cfg.runs):
+        raise UserError("give dataset=<folder> for predictors of a size, or runs=[...] for pilots")
+    if cfg.runs:
+        return evaluate_pilots(cfg)
+    assert cfg.dataset is not None
+    return evaluate_predictors(cfg, cfg.dataset)
+
+
+def evaluate_pilots(cfg: EvaluateConfig) -> pd.DataFrame:
+    """What each part of pilots adds on replayed answers, in ladder.csv."""
+    if cfg.cost is None:
+        raise UserError("cost=null: times of pilots are predicted, so give the curve of the runs")
+    if cfg.timed is not None:
+        raise UserError("timed: only of predictors; a report shows a timed sweep of pilots")
+    models = {
+        name: load_acceptance(path)
+        for name, path in zip(predictor_names(cfg.policies), map(Path, cfg.policies), strict=True)
+    }
+    runs = [RunFolder(Path(run)) for run in cfg.runs]
+    table = ladder(runs, load_cost(cfg.cost, {}), models, cfg.over)
+    table = table.assign(**provenance_of(pd.concat([run.records() for run in runs])))
+    folder = RunFolder(Path(cfg.paths.outputs) / "evaluate" / cfg.run_id)
+    make_folder(folder.path)
+    write_csv(table, folder.ladder)
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    tracker = instantiate(cfg.tracker, _convert_="all")
+    pooled = table[table["set"] == ALL_SETS].set_index("method")
+    ratios = ["speedup", *(f"over_{method}" for method in cfg.over)]
+    with tracked(tracker, folder.path, config=config, rank=0):
+        tracker.summarise(
+            {f"{n}/{method}": pooled.loc[method, n] for n in ratios for method in models}
+        )
+    for name, lines in table.groupby("set", sort=False):
+        Console().print(text_table(ladder_cells(lines).drop(columns="set"), str(name)))
+    Console().print(ABOUT_LADDER, highlight=False)
+    log.info("lines in %s", folder.ladder)
+    return table
+
+
+def evaluate_predictors(cfg: EvaluateConfig, dataset: str) -> pd.DataFrame:
+    """Predictors against the best fixed size, in evaluation.csv."""
+    examples = load_examples(Path(dataset))
     learnt, test = examples.learnt, examples.test
     for name, part in (("policy", learnt), ("test", test)):
         if len(part) < 2:
-            raise UserError(f"dataset={cfg.dataset}: {len(part)} examples in split {name}")
+            raise UserError(f"dataset={dataset}: {len(part)} examples in split {name}")
     fixed = best_fixed(learnt.gains.numpy())
     policies = {
         name: BlockSizePolicy.from_pretrained(path)

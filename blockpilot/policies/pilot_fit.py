@@ -44,9 +44,13 @@ _NODES = 8  # of the tree that says what a draft brings
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer of a sweep with its replay."""
+    """An answer of a sweep with its replay, and the prompt, turn and seed that it answers."""
 
     prompt_set: str
+    prompt_id: str
+    prompt_hash: str
+    turn: int
+    seed: int
     known: KnownAnswer
     replay: Replay
 
@@ -60,15 +64,15 @@ class Pair:
     trained_block_size: int
 
 
-def answers_of(run: RunFolder, split: str) -> tuple[Pair, list[Answered]]:
-    """The pair and the answers of a replayed sweep of one split.
+def answers_of(run: RunFolder, split: str | None) -> tuple[Pair, list[Answered]]:
+    """The pair and the answers of a replayed sweep of one split; None: of any.
 
     Raises UserError for a sweep without marginals or of another split.
     """
     records = run.records()
     if not run.has_replays:
         raise UserError(f"runs: {run.path} kept no replays; set mode=replay in its sweep")
-    if others := sorted(set(records["split"]) - {split}):
+    if split is not None and (others := sorted(set(records["split"]) - {split})):
         raise UserError(f"runs: {run.path} has prompts of split {others[0]}; allowed is {split}")
     drafted = records[records["trained_block_size"].notna()]
     if drafted.empty:
@@ -90,7 +94,8 @@ def answers_of(run: RunFolder, split: str) -> tuple[Pair, list[Answered]]:
             prefill.logits,
             prefill.hidden,
         )
-        answers.append(Answered(row["prompt_set"], known, replay))
+        key = row["prompt_set"], row["prompt_id"], row["prompt_hash"], row["turn"], row["seed"]
+        answers.append(Answered(*key, known, replay))
     return pair, answers
 
 

@@ -10,7 +10,8 @@ Further files of a stage (of `dataset`, `train`, `distill`, `report`, `pipeline`
     prompts.jsonl                    the prompts in words
     prefill/, replay/                tensors per prompt and turn
     cost.json                        of the stage `cost`
-    evaluation.csv, timed.csv        of the stage `evaluate`
+    evaluation.csv, timed.csv        of the stage `evaluate`, of predictors
+    ladder.csv                       of the stage `evaluate`, of pilots
 """
 
 from __future__ import annotations
@@ -64,11 +65,16 @@ class RunFolder:
         return self.path / "timed.csv"
 
     @property
+    def ladder(self) -> Path:
+        """File of what each part of pilots adds."""
+        return self.path / "ladder.csv"
+
+    @property
     def kind(self) -> str:
         """Which stage's results lie here: sweep, evaluate or cost. UserError for none of them."""
         kinds = {
             "sweep": store.holds_rows(self.path),
-            "evaluate": self.evaluation.exists(),
+            "evaluate": self.evaluation.exists() or self.ladder.exists(),
             "cost": self.cost_curve.exists(),
         }
         for stage, is_here in kinds.items():

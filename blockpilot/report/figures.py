@@ -1,4 +1,4 @@
-"""Figures of a sweep, drawn from its records and its table alone."""
+"""Figures of a sweep or an evaluation, drawn from its records and its table alone."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def figures(records: pd.DataFrame, lines: pd.DataFrame) -> Iterator[tuple[str, s
         ("oracle_and_luck", oracle_and_luck, fixed),
         ("cost_over_size", cost_over_size, fixed),
         ("time_of_a_cycle", time_of_a_cycle, records),
+        ("choices", choices_of_an_answer, records),
     ]
     for name, draw, rows in drawn:
         figure = Figure(figsize=(6.4, 4.4), dpi=144, layout="constrained")
@@ -90,6 +91,70 @@ def speedup_by_method(axes: Axes, lines: pd.DataFrame) -> str | None:
     return (
         f"{how} speedup over plain decoding (dashed) with 95% intervals over prompts; methods in "
         "the order of their speedup over all prompts. The axis does not begin at 0."
+    )
+
+
+def drawn_ladder(lines: pd.DataFrame) -> tuple[str, Figure]:
+    """(what it shows, figure) of lines of `evaluate.ladder`: speedups over all prompts."""
+    figure = Figure(figsize=(6.4, 4.4), dpi=144, layout="constrained")
+    axes = figure.subplots()
+    pooled = lines[lines["set"].eq(ALL_SETS) & lines["method"].ne(PLAIN)].iloc[::-1]
+    middle = pooled["speedup"].to_numpy(dtype=np.float64)
+    ends = pooled[["speedup_low", "speedup_high"]].to_numpy(dtype=np.float64)
+    shades = ["white" if each.endswith("hindsight") else "0.6" for each in pooled["method"]]
+    axes.barh(
+        np.arange(len(pooled)),
+        middle,
+        xerr=np.abs(ends - middle[:, None]).T,
+        color=shades,
+        edgecolor="black",
+        capsize=3,
+    )
+    axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set_yticks(np.arange(len(pooled)), pooled["method"])
+    axes.set(xlabel="times as fast as plain decoding, predicted")
+    return (
+        "What each part adds over all prompts, by replay, with 95% intervals; white: in hindsight.",
+        figure,
+    )
+
+
+def choices_of_an_answer(axes: Axes, records: pd.DataFrame) -> str | None:
+    """What a policy that picks a source per cycle verified along one answer, and what held."""
+    mixed = [
+        any(v > 1 and not d for d, v in zip(drafted, verified, strict=True)) and any(drafted)
+        for drafted, verified in zip(records["drafted"], records["verified"], strict=True)
+    ]
+    # The first answer in which it both copied and drafted, of the last such method.
+    rows = records[np.array(mixed, dtype=bool) & records["status"].eq("ok")]
+    if rows.empty:
+        return None
+    row = rows[rows["method"] == rows["method"].iloc[-1]].iloc[0]
+    ends = np.cumsum(row["committed"])
+    starts = ends - row["committed"]
+    kinds = np.array(
+        [
+            "draft" if d else "copy" if v > 1 else "plain"
+            for d, v in zip(row["drafted"], row["verified"], strict=True)
+        ]
+    )
+    for kind, shade in (("plain", "black"), ("copy", "0.75"), ("draft", "white")):
+        mine = kinds == kind
+        axes.bar(
+            starts[mine],
+            np.asarray(row["verified"])[mine],
+            width=np.asarray(row["committed"])[mine],
+            align="edge",
+            color=shade,
+            edgecolor="black",
+            linewidth=0.6,
+            label=kind,
+        )
+    axes.set(xlabel="token of the answer", ylabel="positions verified in the cycle")
+    axes.figure.legend(loc="outside upper center", ncols=3, fontsize="small")
+    return (
+        f"The cycles of {row['method']} along the answer to {row['prompt_id']}: a bar is as wide "
+        "as the tokens that it committed and as high as what it verified."
     )
 
 

@@ -19,9 +19,10 @@ from blockpilot.evaluate.comparison import (
     narrow,
     shared_facts,
 )
+from blockpilot.evaluate.ladder import ABOUT_LADDER, ladder_cells
 from blockpilot.evaluate.verdicts import of_evaluation, of_sweep, of_timed
 from blockpilot.records.run_folder import EVALUATION
-from blockpilot.report.figures import figures
+from blockpilot.report.figures import drawn_ladder, figures
 from blockpilot.report.pages import Drawn, Section
 from blockpilot.report.paper import paper_table
 from blockpilot.report.published import MEANS_OVER
@@ -91,7 +92,12 @@ def sweep_sections(run: Run) -> Iterator[Section]:
 
 
 def evaluation_sections(run: Run) -> Iterator[Section]:
-    """Predictors against the best fixed size: by tau or predicted speed, then by measured time."""
+    """Predictors against the best fixed size: by tau or predicted speed, then by measured time; or
+    what each part of pilots adds."""
+    if run.folder.ladder.exists():
+        yield ladder_section(run)
+    if not run.folder.evaluation.exists():
+        return
     lines = read_lines(run.folder.evaluation)
     yield Section(
         name=run.file,
@@ -122,9 +128,28 @@ def evaluation_sections(run: Run) -> Iterator[Section]:
         )
 
 
+def ladder_section(run: Run) -> Section:
+    """What each part of a decision per cycle adds, by replay."""
+    needed = ("set", "method", "prompts", "speedup", "speedup_low", "speedup_high", "tau")
+    lines = read_csv(run.folder.ladder, needed=needed, numbers=set(needed) - {"set", "method"})
+    return Section(
+        name=run.file,
+        title=f"Evaluation {run.name}, a source and a size per cycle by replay",
+        source=run.source,
+        command=run.command,
+        provenance=stored_provenance(lines),
+        notes=[ABOUT_LADDER],
+        table=ladder_cells(lines),
+        data=lines,
+        drawn=[Drawn("ladder", *drawn_ladder(lines))],
+    )
+
+
 def compared_predictors(runs: Sequence[Run]) -> Iterator[Section]:
     """The ablation: a line per predictor of all evaluations, over all prompts, where it has two."""
-    tables = {run: read_lines(run.folder.evaluation) for run in runs if run.kind == "evaluate"}
+    tables = {
+        run: read_lines(run.folder.evaluation) for run in runs if run.folder.evaluation.exists()
+    }
     scored = [
         table.assign(evaluation=run.name) for run, table in tables.items() if "features" in table
     ]

@@ -1,0 +1,266 @@
+"""What each part of a decision per cycle adds, on the answers of replayed sweeps.
+
+Every method walks the same answers, and a cost curve says what its cycles take. A pilot is walked
+whole and without one part each; in hindsight the answer is known beforehand, and the cheapest way
+through it, over all sources and sizes, is a shortest path over its anchors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from blockpilot.base.errors import UserError
+from blockpilot.costs.curve import CostCurve
+from blockpilot.decoding.replay import decided, known_candidates, known_path
+from blockpilot.decoding.text import IndexedText
+from blockpilot.policies.pilot import PilotPolicy
+from blockpilot.policies.pilot_fit import Answered, Pair, answers_of
+from blockpilot.policies.tree import best_first, tree_draft
+from blockpilot.predictor.acceptance import AcceptanceModel, unfitted
+from blockpilot.records.run_folder import RunFolder
+from blockpilot.records.schema import PLAIN
+from blockpilot.stats.comparison import TokenTimes
+from blockpilot.sweep.tables import ALL_SETS
+
+NODES, LONGEST_COPY = 15, 32  # of a pilot and in hindsight, as conf/policy/pilot.yaml has them
+_LONGEST_ENDING = 8  # that the text's index knows
+_SIZES = (1, 2, 3, 5, 7, 11, NODES)  # nodes of a tree in hindsight
+HINDSIGHT = "in hindsight"
+_ANSWER = ["prompt_id", "turn", "seed"]
+
+Walk = Callable[[Answered], dict[str, Any]]
+"""Seconds, cycles, and where known the copied and the drafting cycles' figures of one answer."""
+
+
+def ladder(
+    runs: Sequence[RunFolder],
+    curve: CostCurve,
+    models: Mapping[str, AcceptanceModel],
+    over: Sequence[str],
+) -> pd.DataFrame:
+    """One line per set and method, pooled ones last: predicted speed, tau, and sources.
+
+    The methods are those of the sweeps, then the pilots `models` by name, the first also without
+    one part each, then hindsight. Columns: set, method, prompts, speedup (TPOT of plain decoding
+    over the method's, by the curve) and `over_<method>` for each of `over`, all with 95% intervals
+    over prompts (_low, _high); tau (macro), drafting (share of cycles), quoted and repeated (share
+    of the new tokens that were copied from the prompt and from the answer itself). Sets of several
+    turns have lines for the first and for later turns too.
+
+    Raises UserError for runs without replays, with times of another curve, without a method of
+    `over`, or with a prompt that a model was fitted to.
+    """
+    rows = pd.concat([_walked(run, curve, models) for run in runs], ignore_index=True)
+    if missing := sorted(set(over) - set(rows["method"])):
+        methods = ", ".join(dict.fromkeys(rows["method"]))
+        raise UserError(f"over: {missing[0]} is no method of the runs; they have {methods}")
+    lines = [
+        {"set": name, "method": method, **_line(part, method, over)}
+        for name, part in _sets(rows)
+        for method in dict.fromkeys(rows["method"])
+    ]
+    return pd.DataFrame(lines)
+
+
+def _walked(
+    run: RunFolder, curve: CostCurve, models: Mapping[str, AcceptanceModel]
+) -> pd.DataFrame:
+    """A row per answer and method of one run."""
+    pair, answers = answers_of(run, None)
+    if run.predicted_by != curve.digest():
+        raise UserError(f"runs: {run.path} was not swept with cost=<the curve given here>")
+    for name, model in models.items():
+        fitted = set(model.fitted_to.get("prompts", []))
+        if known := next((each for each in answers if each.prompt_hash[:12] in fitted), None):
+            raise UserError(
+                f"runs: {run.path} has prompt {known.prompt_id}, which {name} was fitted to"
+            )
+    walks = dict(_walks(pair, curve, models))
+    rows = [
+        {
+            **{column: getattr(each, column) for column in ("prompt_set", *_ANSWER)},
+            "method": name,
+            "tokens": len(each.known.tokens) - 1,
+            **walk(each),
+        }
+        for each in answers
+        for name, walk in walks.items()
+    ]
+    swept = _swept(run, answers)
+    if twice := sorted(set(walks) & set(swept["method"])):
+        raise UserError(f"policies: {twice[0]} is the name of a method of {run.path} too")
+    return pd.concat([swept, pd.DataFrame(rows)], ignore_index=True)
+
+
+def _swept(run: RunFolder, answers: Sequence[Answered]) -> pd.DataFrame:
+    """The rows of the run's own methods, of the answers that have cycles."""
+    records = run.records()
+    records = records[(records["status"] == "ok") & (records["n_new_tokens"] > 1)]
+    assert records["prompt_id"].nunique() == len({each.prompt_id for each in answers})
+    drafting = [sum(n > 0 for n in row) for row in records["drafted"]]
+    return records[["prompt_set", *_ANSWER, "method"]].assign(
+        tokens=records["n_new_tokens"].astype(int) - 1,
+        seconds=records["predicted_decode_s"].astype(float),
+        cycles=[len(row) for row in records["committed"]],
+        drafting=drafting,
+        quoted=[sum(row) for row in records["quoted"]],
+        repeated=[sum(row) for row in records["repeated"]],
+    )
+
+
+def _walks(
+    pair: Pair, curve: CostCurve, models: Mapping[str, AcceptanceModel]
+) -> Iterator[tuple[str, Walk]]:
+    for number, (name, model) in enumerate(models.items()):
+        yield name, _pilot(pair, curve, model)
+        if number == 0:
+            yield f"{name}, no copies", _pilot(pair, curve, model, longest_copy=0)
+            yield f"{name}, no drafts", _pilot(pair, curve, model, drafts=False)
+            yield f"{name}, not fitted", _pilot(pair, curve, unfitted())
+    for sources in (("tree",), ("copy",), ("copy", "tree")):
+        named = " and ".join({"tree": "draft", "copy": "copy"}[each] for each in sources)
+        yield f"{named}, {HINDSIGHT}", _hindsight(curve, sources)
+
+
+def _pilot(
+    pair: Pair,
+    curve: CostCurve,
+    model: AcceptanceModel,
+    *,
+    longest_copy: int = LONGEST_COPY,
+    drafts: bool = True,
+) -> Walk:
+    policy = PilotPolicy(path=None, cost=None, nodes=NODES, longest_copy=longest_copy)
+    policy.ready(pair.trained_block_size if drafts else 1, drafts, model)
+    policy.curve = curve
+
+    def walk(answered: Answered) -> dict[str, Any]:
+        trace = decided(policy, answered.replay, answered.known)
+        seconds = curve.predicted(trace, len(answered.known.prompt_ids), trees=True)
+        return {
+            "seconds": seconds["predicted_decode_s"],
+            "cycles": len(trace.committed),
+            "drafting": sum(n > 0 for n in trace.drafted),
+            "quoted": sum(trace.quoted),
+            "repeated": sum(trace.repeated),
+        }
+
+    return walk
+
+
+def _hindsight(curve: CostCurve, sources: Sequence[str]) -> Walk:
+    """The least time of an answer when each cycle may copy or draft as much as turns out right."""
+
+    def walk(answered: Answered) -> dict[str, Any]:
+        context = len(answered.known.prompt_ids)
+        copy_s = [curve.copy_seconds(n + 1, context) for n in range(LONGEST_COPY + 1)]
+        tree_s = {n: curve.tree_seconds(n + 1, context) for n in _SIZES}
+        n_anchors = len(answered.known.tokens) - 1
+        copies = _copies(answered)
+        remaining, cycles = np.zeros(n_anchors + 1), np.zeros(n_anchors + 1, dtype=int)
+        for anchor in range(n_anchors - 1, -1, -1):
+            ways = [(copy_s[0], 1)]
+            if "copy" in sources:
+                ways.append((copy_s[copies[anchor]], copies[anchor] + 1))
+            if "tree" in sources:
+                found = _accepted_of_trees(answered, anchor)
+                ways += [(tree_s[n], accepted + 1) for n, accepted in found.items()]
+            best = math.inf
+            for seconds, committed in ways:
+                reached = min(n_anchors, anchor + committed)
+                if seconds + remaining[reached] < best:
+                    best, behind = seconds + remaining[reached], reached
+            remaining[anchor], cycles[anchor] = best, cycles[behind] + 1
+        return {"seconds": float(remaining[0]), "cycles": int(cycles[0])}
+
+    return walk
+
+
+def _copies(answered: Answered) -> list[int]:
+    """At every anchor, how many tokens of the latest longest match are the answer's."""
+    tokens, found = answered.known.tokens, []
+    text = IndexedText(_LONGEST_ENDING, answered.known.prompt_ids)
+    for anchor in range(len(tokens) - 1):
+        text.extend([tokens[anchor]])
+        match = text.match()
+        copy = text.at(match.places[-1], LONGEST_COPY).tokens if match.length else []
+        right = [mine == own for mine, own in zip(copy, tokens[anchor + 1 :], strict=False)]
+        found.append((*right, False).index(False))
+    return found
+
+
+def _accepted_of_trees(answered: Answered, anchor: int) -> dict[int, int]:
+    """Accepted tokens of the best-first tree of each size."""
+    if answered.replay.marginals is None:
+        return {}
+    best = known_candidates(answered.replay.marginals, anchor)
+    nodes = best_first(best.logprobs, NODES, best.after)
+    following = answered.known.tokens[anchor + 1 :]
+    device = torch.device("cpu")
+    return {n: len(known_path(tree_draft(nodes[:n], best, device), following)) for n in _SIZES}
+
+
+def _sets(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    for name, part in rows.groupby("prompt_set", sort=False):
+        yield str(name), part
+        if part["turn"].max() > 0:
+            yield f"{name}, first turns", part[part["turn"] == 0]
+            yield f"{name}, later turns", part[part["turn"] > 0]
+    yield ALL_SETS, rows
+
+
+def _line(rows: pd.DataFrame, method: str, over: Sequence[str]) -> dict[str, Any]:
+    """The figures of one method on the answers of one set."""
+    columns = ["seconds", "tokens", "cycles"]
+    sums = rows.groupby(["method", "prompt_id"])[columns].sum()
+    mine = sums.loc[method]
+    line: dict[str, Any] = {"prompts": len(mine)}
+    for base, name in ((PLAIN, "speedup"), *((each, f"over_{each}") for each in over)):
+        partner = sums.loc[base].reindex(mine.index)
+        times = TokenTimes(
+            (partner["seconds"] / partner["tokens"]).to_numpy(dtype=np.float64),
+            (mine["seconds"] / mine["tokens"]).to_numpy(dtype=np.float64),
+        )
+        line[name] = times.ratio
+        if base != method:
+            line[f"{name}_low"], line[f"{name}_high"] = times.interval()
+    line["tau"] = float((mine["tokens"] / mine["cycles"]).mean())
+    own = rows[rows["method"] == method]
+    line["drafting"] = own["drafting"].sum(skipna=False) / own["cycles"].sum()
+    for source in ("quoted", "repeated"):
+        line[source] = own[source].sum(skipna=False) / own["tokens"].sum()
+    return line
+
+
+ABOUT_LADDER = (
+    "All methods walk the same answers; their times are what the cost curve says of their cycles, "
+    "without what deciding takes. speedup: plain decoding's time per token over the method's, with "
+    "95% bootstrap intervals over prompts; so the columns over. drafting: share of the cycles that "
+    "asked the drafter. quoted, repeated: share of the new tokens that were copied from the prompt "
+    "and from the answer itself. In hindsight: the answer known beforehand, which no policy does."
+)
+
+
+def ladder_cells(lines: pd.DataFrame) -> pd.DataFrame:
+    """Lines of `ladder` as text."""
+    ratios = [str(each) for each in lines if f"{each}_low" in lines]
+    cells = lines[["set", "method", "prompts"]].astype(str)
+    for name in ratios:
+        cells[name.replace("_", " ", 1)] = [
+            _with_interval(*values)
+            for values in lines[[name, f"{name}_low", f"{name}_high"]].to_numpy(dtype=float)
+        ]
+    cells["tau"] = lines["tau"].map("{:.2f}".format)
+    for name in ("drafting", "quoted", "repeated"):
+        cells[name] = ["-" if pd.isna(share) else f"{share:.0%}" for share in lines[name]]
+    return cells
+
+
+def _with_interval(middle: float, low: float, high: float) -> str:
+    return f"{middle:.2f}" if math.isnan(low) else f"{middle:.2f} ({low:.2f}-{high:.2f})"
