@@ -173,7 +173,7 @@ COMPONENT_RULES = (
     whole("n_layers", 1, 1000),
     whole("n_target_layers", 1, 1000),
     whole("length", 1, _BLOCK),
-    whole("longest_copy", 1, _BLOCK),
+    whole("longest_copy", 0, _BLOCK),
     whole("min_match", 1, _TOKENS),
     number("nodes", 1, _BLOCK),
     whole("rank", 1, _BLOCK),

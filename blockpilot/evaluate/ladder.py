@@ -46,7 +46,7 @@ def ladder(
 ) -> pd.DataFrame:
     """One line per set and method, pooled ones last: predicted speed, tau, and sources.
 
-    The methods are those of the sweeps, then the pilots `models` by name, the first also without
+    The methods are those of the sweeps, the fastest last, then the pilots `models` by name, the first also without
     one part each, then hindsight. Columns: set, method, prompts, speedup (TPOT of plain decoding
     over the method's, by the curve) and `over_<method>` for each of `over`, all with 95% intervals
     over prompts (_low, _high); tau (macro), drafting (share of cycles), quoted and repeated (share
@@ -56,14 +56,20 @@ def ladder(
     Raises UserError for runs without replays, with times of another curve, without a method of
     `over`, or with a prompt that a model was fitted to.
     """
-    rows = pd.concat([_walked(run, curve, models) for run in runs], ignore_index=True)
-    if missing := sorted(set(over) - set(rows["method"])):
-        methods = ", ".join(dict.fromkeys(rows["method"]))
-        raise UserError(f"over: {missing[0]} is no method of the runs; they have {methods}")
+    swept = pd.concat([_swept(run) for run in runs], ignore_index=True)
+    times = swept.groupby("method")["seconds"].sum().sort_values(ascending=False)
+    methods = [PLAIN, *(name for name in times.index if name != PLAIN)]
+    if missing := sorted(set(over) - set(methods)):
+        allowed = ", ".join(methods)
+        raise UserError(f"over: {missing[0]} is no method of the runs; they have {allowed}")
+    walked = pd.concat([_walked(run, curve, models) for run in runs], ignore_index=True)
+    methods += dict.fromkeys(walked["method"])
+    if twice := next((name for name in models if name in times), None):
+        raise UserError(f"policies: {twice} is the name of a method of the runs too")
     lines = [
         {"set": name, "method": method, **_line(part, method, over)}
-        for name, part in _sets(rows)
-        for method in dict.fromkeys(rows["method"])
+        for name, part in _sets(pd.concat([swept, walked], ignore_index=True))
+        for method in methods
     ]
     return pd.DataFrame(lines)
 
@@ -71,7 +77,7 @@ def ladder(
 def _walked(
     run: RunFolder, curve: CostCurve, models: Mapping[str, AcceptanceModel]
 ) -> pd.DataFrame:
-    """A row per answer and method of one run."""
+    """A row per answer of one run, and per pilot and hindsight."""
     pair, answers = answers_of(run, None)
     if run.predicted_by != curve.digest():
         raise UserError(f"runs: {run.path} was not swept with cost=<the curve given here>")
@@ -92,17 +98,13 @@ def _walked(
         for each in answers
         for name, walk in walks.items()
     ]
-    swept = _swept(run, answers)
-    if twice := sorted(set(walks) & set(swept["method"])):
-        raise UserError(f"policies: {twice[0]} is the name of a method of {run.path} too")
-    return pd.concat([swept, pd.DataFrame(rows)], ignore_index=True)
+    return pd.DataFrame(rows)
 
 
-def _swept(run: RunFolder, answers: Sequence[Answered]) -> pd.DataFrame:
-    """The rows of the run's own methods, of the answers that have cycles."""
+def _swept(run: RunFolder) -> pd.DataFrame:
+    """A row per answer of one run, and per method of its own; answers without a cycle are out."""
     records = run.records()
     records = records[(records["status"] == "ok") & (records["n_new_tokens"] > 1)]
-    assert records["prompt_id"].nunique() == len({each.prompt_id for each in answers})
     drafting = [sum(n > 0 for n in row) for row in records["drafted"]]
     return records[["prompt_set", *_ANSWER, "method"]].assign(
         tokens=records["n_new_tokens"].astype(int) - 1,
@@ -125,7 +127,7 @@ def _walks(
             yield f"{name}, not fitted", _pilot(pair, curve, unfitted())
     for sources in (("tree",), ("copy",), ("copy", "tree")):
         named = " and ".join({"tree": "draft", "copy": "copy"}[each] for each in sources)
-        yield f"{named}, {HINDSIGHT}", _hindsight(curve, sources)
+        yield f"{named}, {HINDSIGHT}", hindsight(curve, sources)
 
 
 def _pilot(
@@ -154,7 +156,7 @@ def _pilot(
     return walk
 
 
-def _hindsight(curve: CostCurve, sources: Sequence[str]) -> Walk:
+def hindsight(curve: CostCurve, sources: Sequence[str]) -> Walk:
     """The least time of an answer when each cycle may copy or draft as much as turns out right."""
 
     def walk(answered: Answered) -> dict[str, Any]:

@@ -66,9 +66,9 @@ class PilotPolicy:
     def __init__(
         self, *, path: str | None, cost: str | None, nodes: int, longest_copy: int
     ) -> None:
-        for name, value in (("nodes", nodes), ("longest_copy", longest_copy)):
-            if value < 1:
-                raise UserError(f"policy.{name}={value}: allowed are numbers >= 1")
+        for name, value, least in (("nodes", nodes, 1), ("longest_copy", longest_copy, 0)):
+            if value < least:
+                raise UserError(f"policy.{name}={value}: allowed are numbers >= {least}")
         self.path, self.cost = path, cost
         self.nodes, self.longest_copy = nodes, longest_copy
         self.block_size: int | None = max(nodes, longest_copy) + 1
@@ -101,8 +101,8 @@ class PilotPolicy:
                 "policy.cost=null: a replay calibrates nothing; give the curve that "
                 "python -m blockpilot.cost wrote"
             )
-        copies = sorted({min(n, self.longest_copy) + 1 for n in (1, 7, 15, self.longest_copy)})
-        cells = [Cell(1, "chain"), *(Cell(size, "copy") for size in copies)]
+        copies = sorted({min(n, self.longest_copy) for n in (1, 7, 15, self.longest_copy)} - {0})
+        cells = [Cell(1, "chain"), *(Cell(n + 1, "copy") for n in copies)]
         if self.tree:
             trees = sorted({min(n, self.nodes) + 1 for n in (1, 3, 7, 11, self.nodes)})
             cells += [Cell(size, "tree") for size in trees]
