@@ -46,12 +46,12 @@ def ladder(
 ) -> pd.DataFrame:
     """One line per set and method, pooled ones last: predicted speed, tau, and sources.
 
-    The methods are those of the sweeps, the fastest last, then the pilots `models` by name, the first also without
-    one part each, then hindsight. Columns: set, method, prompts, speedup (TPOT of plain decoding
-    over the method's, by the curve) and `over_<method>` for each of `over`, all with 95% intervals
-    over prompts (_low, _high); tau (macro), drafting (share of cycles), quoted and repeated (share
-    of the new tokens that were copied from the prompt and from the answer itself). Sets of several
-    turns have lines for the first and for later turns too.
+    The methods are those of the sweeps, the fastest last, then the pilots `models` by name, the
+    first also without one part each, then hindsight. Columns: set, method, prompts, speedup (TPOT
+    of plain decoding over the method's, by the curve) and `over_<method>` for each of `over`, all
+    with 95% intervals over prompts (_low, _high); tau (macro), drafting (share of cycles), quoted
+    and repeated (share of the new tokens that were copied from the prompt and from the answer
+    itself). Sets of several turns have lines for the first and for later turns too.
 
     Raises UserError for runs without replays, with times of another curve, without a method of
     `over`, or with a prompt that a model was fitted to.
