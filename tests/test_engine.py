@@ -12,7 +12,6 @@ import torch
 from decoding_kit import KINDS, PROMPT, plain, sampler, tiny_target
 from stages_kit import performed, sweep_arguments, write_prompts
 from test_law import DRAFTERS, POLICIES, bound_methods
-from test_pilot import curve
 from test_tree_verify import RandomTrees, decoded_trees
 from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -37,7 +36,6 @@ def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     monkeypatch.setattr("test_law.SIZES", (1, 5))  # tracing one width takes seconds
-    monkeypatch.setattr("blockpilot.policies.pilot.calibrated", lambda *given: curve())
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
 
@@ -58,10 +56,10 @@ def tree_policy(nodes: int) -> TreePolicy:
 
 
 def cases() -> list[Any]:
-    """Every drafter with chains, trees, copies and all of them in turn, on one kind; masks of a
-    window once, those of trees stand below. An engine sees shapes, not who decides them."""
+    """Every drafter with chains, trees and copies, on one kind; masks of a window once, those of
+    trees stand below. An engine sees shapes, not who decides them."""
     drafters = [each for each in DRAFTERS if each.stem != "prompt_lookup"]  # a graph per length
-    shapes = [each for each in POLICIES if each.stem in ("fixed", "tree", "copy", "pilot")]
+    shapes = [each for each in POLICIES if each.stem in ("fixed", "tree", "copy")]
     pairs = [(drafter, policy, "llama") for drafter in drafters for policy in shapes]
     windowed = [(*pair, "mistral") for *pair, _ in pairs if names(*pair) == "none-fixed"]
     return [pytest.param(*case, id=f"{names(*case[:2])}-{case[2]}") for case in pairs + windowed]
@@ -217,8 +215,7 @@ def test_compiled_code_is_kept_where_the_cache_lies(
     if named is None:
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     else:
-        monkeypatch.setattr("blockpilot.policies.pilot.calibrated", lambda *given: curve())
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", named)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", named)
     compiled_target()
     wanted = named if named == "/mine" else str(tmp_path / "inductor")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == wanted

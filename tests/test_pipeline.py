@@ -260,7 +260,23 @@ def few(prompt_set: Any, path: Path | None = None) -> list[Prompt]:
 SAMPLED = "ablation_k records=local-t1 records.seeds=[0]"
 
 
-@pytest.mark.parametrize("choice", [*EXPERIMENTS, SAMPLED])
+# Ablations differ in overrides alone: one runs, the others have to compose.
+PLANNED = [
+    each for each in EXPERIMENTS if each.startswith("ablation_") and not SAMPLED.startswith(each)
+]
+
+
+@pytest.mark.parametrize("choice", PLANNED)
+def test_every_ablation_composes_with_all_its_steps(
+    choice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    performed(pipeline.run, "pipeline", f"experiment={choice}", "plan=true")
+    assert "report" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "choice", [*(each for each in EXPERIMENTS if not each.startswith("ablation_")), SAMPLED]
+)
 def test_every_experiment_runs_in_debug_size(
     choice: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
