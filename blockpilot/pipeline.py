@@ -79,15 +79,13 @@ def run(cfg: PipelineConfig) -> list[Step]:
     """
     folder = Path(cfg.paths.outputs) / "pipeline" / cfg.run_id
     steps = all_steps(cfg)
-    composed = [_composed(step) for step in steps]  # every mistake in an override shows here
+    composed = [checked(step) for step in steps]  # every mistake in an override shows here
     if cfg.plan:
         _show(steps)
         for number, (step, config) in enumerate(zip(steps, composed, strict=True), start=1):
             if "plan" in config:
                 log.info("step %d: %s", number, step.command)
-                _module(step).run(
-                    _composed(replace(step, overrides=[*step.overrides, "plan=true"]))
-                )
+                _module(step).run(checked(replace(step, overrides=[*step.overrides, "plan=true"])))
         return steps
     make_folder(folder)
     file = folder / "steps.json"
@@ -184,7 +182,7 @@ def _module(step: Step) -> ModuleType:
     return importlib.import_module(stage_module(step.stage))
 
 
-def _composed(step: Step) -> Any:
+def checked(step: Step) -> Any:
     """The checked configuration of a step; UserError that names its command."""
     schema: type[JobConfig] = get_type_hints(_module(step).run)["cfg"]
     running = GlobalHydra.instance().is_initialized()  # under `main`, with the same folder

@@ -18,7 +18,7 @@ from blockpilot.prompts.bundled import BundledSet
 from blockpilot.prompts.render import render
 
 METHODS = sorted(file.stem for file in (conf_dir() / "method").glob("eagle3_*.yaml"))
-N_PROMPTS, BUDGET = 3, 16
+N_PROMPTS, BUDGET = 2, 16
 
 
 @pytest.fixture(scope="module")

@@ -242,7 +242,7 @@ def test_a_run_id_is_new_each_time_or_the_given_one(monkeypatch: pytest.MonkeyPa
     assert run_id() == "given"
 
 
-@pytest.mark.parametrize("given", ["1_1", "007", "12e4567", "2026_03_01", "true"])
+@pytest.mark.parametrize("given", ["007", "12e4567", "true"])
 def test_a_run_id_is_taken_as_typed(call: Call, tmp_path: Path, given: str) -> None:
     seen: list[str] = []
     assert call(lambda cfg: seen.append(cfg.run_id), f"run_id={given}")[0] == 0

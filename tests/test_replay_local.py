@@ -16,7 +16,7 @@ from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.bundled import BundledSet
 from blockpilot.prompts.render import render
 
-N_PROMPTS, BUDGET = 5, 14
+N_PROMPTS, BUDGET = 4, 14
 PLANS = [Block(6, 6), Block(10, 10), Block(8, 4)]
 
 
