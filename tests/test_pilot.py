@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from decoding_kit import bound_dflash, plain, sampler, tiny_target
+from omegaconf import OmegaConf
 
 from blockpilot.base.errors import UserError
+from blockpilot.base.paths import conf_dir
 from blockpilot.costs.curve import CostCurve, CostPoint, cost_settings
 from blockpilot.decoding.anchors import KnownAnswer, Replay
 from blockpilot.decoding.loop import Method, decode
@@ -22,7 +24,14 @@ from blockpilot.decoding.text import IndexedText
 from blockpilot.decoding.types import Candidates, Draft, Origin
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.copying import CopyPolicy
-from blockpilot.policies.pilot import SHIPPED, Past, PilotPolicy, best_length
+from blockpilot.policies.pilot import (
+    LONGEST_COPY,
+    NODES,
+    SHIPPED,
+    Past,
+    PilotPolicy,
+    best_length,
+)
 from blockpilot.policies.tree import best_first
 from blockpilot.predictor.acceptance import (
     AcceptanceModel,
@@ -279,3 +288,8 @@ def test_settings_that_cannot_be_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=told):
             CopyPolicy(**{**usual, **changed})
+
+
+def test_a_pilot_is_fitted_and_scored_as_it_decides() -> None:
+    shipped = OmegaConf.load(conf_dir() / "policy" / "pilot.yaml")
+    assert (shipped.nodes, shipped.longest_copy) == (NODES, LONGEST_COPY)

@@ -19,7 +19,7 @@ from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve
 from blockpilot.decoding.replay import decided, known_candidates, known_path
 from blockpilot.decoding.text import IndexedText
-from blockpilot.policies.pilot import PilotPolicy
+from blockpilot.policies.pilot import LONGEST_COPY, NODES, PilotPolicy
 from blockpilot.policies.pilot_fit import Answered, Pair, answers_of
 from blockpilot.policies.tree import best_first, tree_draft
 from blockpilot.predictor.acceptance import AcceptanceModel, unfitted
@@ -28,7 +28,6 @@ from blockpilot.records.schema import PLAIN
 from blockpilot.stats.comparison import TokenTimes
 from blockpilot.sweep.tables import ALL_SETS
 
-NODES, LONGEST_COPY = 15, 32  # of a pilot and in hindsight, as conf/policy/pilot.yaml has them
 _LONGEST_ENDING = 8  # that the text's index knows
 _SIZES = (1, 2, 3, 5, 7, 11, NODES)  # nodes of a tree in hindsight
 HINDSIGHT = "in hindsight"

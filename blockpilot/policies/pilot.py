@@ -38,6 +38,7 @@ from blockpilot.predictor.acceptance import (
 
 log = logging.getLogger(__name__)
 
+NODES, LONGEST_COPY = 15, 32  # conf/policy/pilot.yaml has the same: it is fitted and scored so
 SHIPPED = Path(__file__).parents[1] / "predictor" / "weights" / "smollm2-135m-pilot"
 _LONGEST_ENDING = 8  # tokens of an ending that the index knows
 _LONGEST_MATCH = 32  # tokens up to which a match is told from a longer one

@@ -21,7 +21,7 @@ from blockpilot.costs.curve import CostCurve
 from blockpilot.decoding.anchors import KnownAnswer, Replay
 from blockpilot.decoding.replay import decided, known_candidates, known_path
 from blockpilot.decoding.types import Block, Candidates, View
-from blockpilot.policies.pilot import PilotPolicy
+from blockpilot.policies.pilot import LONGEST_COPY, NODES, PilotPolicy
 from blockpilot.policies.tree import best_first, tree_draft
 from blockpilot.predictor.acceptance import (
     AcceptanceModel,
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 
 _ROUNDS = 2  # walks, each by the model of the one before
 _RANKS = 6  # candidates of a slot that are learnt from
-_MOST = 16  # nodes of the trees that the policy takes on the way, and half of its copies
 _NODES = 8  # of the tree that says what a draft brings
 
 
@@ -112,7 +111,7 @@ def fit_acceptance(
     """
     model = unfitted()
     for round_ in range(_ROUNDS):
-        policy = RecordingPolicy(path=None, cost=None, nodes=_MOST, longest_copy=2 * _MOST)
+        policy = RecordingPolicy(path=None, cost=None, nodes=NODES, longest_copy=LONGEST_COPY)
         policy.ready(pair.trained_block_size, True, model)
         policy.curve = curve
         for each in answers:
