@@ -287,7 +287,9 @@ def test_an_experiment_runs_in_debug_size(
         "dtype=float32",
         f"decoding.max_new_tokens={20 if choice == 'local_pilot' else 5}",  # more than a block
     ]
-    grid = ["sizes=[1,6,16]"] if choice == "local_pilot" else ["sizes=[1,4,19]", "trees=[2,8,64]"]
+    grid = (
+        ["sizes=[1,6,16]"] if choice == "local_pilot" else ["sizes=[1,4,19]", "trees=[2,8,16,64]"]
+    )
     extra = {
         "sweep": [*pair, "prompts.limit=2", "replay.batch_size=8"],
         "cost": [*pair, "repeats=1", "contexts=[16]", *grid],
