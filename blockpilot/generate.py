@@ -14,6 +14,7 @@ In a notebook:
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from blockpilot.base.errors import UserError
 from blockpilot.base.paths import conf_dir
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.types import Trace
+from blockpilot.decoding.types import Trace, source_of
 from blockpilot.prompts.base import UNASSIGNED, Prompt
 from blockpilot.prompts.render import render
 
@@ -57,12 +58,11 @@ class Answer:
     @property
     def cycles(self) -> str:
         """How many cycles drafted, copied from the text or decoded plainly."""
-        trace = self.trace
-        shapes = list(zip(trace.drafted, trace.verified, strict=True))
+        sources = Counter(map(source_of, self.trace.drafted, self.trace.verified))
         counts = {
-            "drafted": sum(drafted > 0 for drafted, _ in shapes),
-            "copied": sum(drafted == 0 and verified > 1 for drafted, verified in shapes),
-            "plain": sum(verified == 1 for _, verified in shapes),
+            "drafted": sources["draft"],
+            "copied": sources["copy"],
+            "plain": sources["plain"],
         }
         return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 

@@ -21,7 +21,11 @@ from blockpilot.app.config import typed
 from blockpilot.app.help import stages
 from blockpilot.app.job import perform
 from blockpilot.base.paths import conf_dir
-from blockpilot.distill.responses import ResponseSettings
+from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.protocols import TargetModel
+from blockpilot.decoding.sampling import KeyedSampler
+from blockpilot.distill.corpus import Corpus, Example
+from blockpilot.distill.responses import Request, ResponseSettings
 from blockpilot.prompts.base import UNASSIGNED, Prompt
 from blockpilot.prompts.splits import split_of_hash
 
@@ -211,3 +215,22 @@ def response_settings(
         feature_layers=layers,
         batch_size=batch_size,
     )
+
+
+def walked_and_decoded(
+    tau: Callable[[Example], float],
+    corpus: Corpus,
+    method: Method,
+    target: TargetModel,
+    batch: Sequence[Request],
+    temperature: float,
+    budget: int,
+) -> tuple[list[float], list[float]]:
+    """Tau of a batch's answers: as `tau` walks the stored ones, and as `method` decodes them."""
+    walked, decoded = [], []
+    for index, request in enumerate(batch):
+        walked.append(tau(corpus[index]))
+        sampler = KeyedSampler(temperature=temperature, seed=0, prompt_hashes=[request.prompt.hash])
+        trace = decode(target, method, request.ids, sampler, budget)
+        decoded.append(sum(trace.committed) / len(trace.committed))
+    return walked, decoded

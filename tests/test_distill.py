@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ from stages_kit import (
     response_settings,
     sweep_arguments,
     texts_of,
+    walked_and_decoded,
     write_prompts,
 )
 
 from blockpilot.app.target import load_target
 from blockpilot.app.tracking import NullTracker
 from blockpilot.base.errors import UserError
-from blockpilot.decoding.loop import Method, decode
-from blockpilot.decoding.sampling import KeyedSampler
+from blockpilot.decoding.loop import Method
 from blockpilot.decoding.target import Target
 from blockpilot.distill import __main__ as distill
 from blockpilot.distill import responses
@@ -151,12 +152,15 @@ def test_the_walk_over_stored_answers_gives_the_loops_tau(
     ]
     write_responses(target, batch, tmp_path, 0, settings)
     corpus = Corpus([shard_file(tmp_path, 0)])
-    walked, decoded = [], []
-    for index, request in enumerate(batch):
-        walked.append(replayed_tau(drafter.network, target, corpus[index]))
-        sampler = KeyedSampler(temperature=temperature, seed=0, prompt_hashes=[request.prompt.hash])
-        trace = decode(target, method, request.ids, sampler, 12)
-        decoded.append(sum(trace.committed) / len(trace.committed))
+    walked, decoded = walked_and_decoded(
+        partial(replayed_tau, drafter.network, target),
+        corpus,
+        method,
+        target,
+        batch,
+        temperature,
+        12,
+    )
     assert walked == decoded
     if temperature == 0:
         assert max(decoded) > 2, "else the law would hold for any walk"

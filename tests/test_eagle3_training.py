@@ -18,13 +18,12 @@ from stages_kit import (
     response_settings,
     sweep_arguments,
     texts_of,
+    walked_and_decoded,
     write_prompts,
 )
 
 from blockpilot.app.tracking import NullTracker
 from blockpilot.base.errors import UserError
-from blockpilot.decoding.loop import decode
-from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.distill import __main__ as distill
 from blockpilot.distill.corpus import Corpus
@@ -161,11 +160,8 @@ def test_the_walk_over_stored_answers_gives_the_loops_tau(
     monkeypatch.setattr("blockpilot.drafters.eagle3.load_head", lambda *given: head)
     method = student.method(tmp_path)
     method.bind(target)
-    walked, decoded = [], []
-    for index, request in enumerate(batch):
-        walked.append(student.tau(corpus[index]))
-        sampler = KeyedSampler(temperature=temperature, seed=0, prompt_hashes=[request.prompt.hash])
-        trace = decode(target, method, request.ids, sampler, 20)
-        decoded.append(sum(trace.committed) / len(trace.committed))
+    walked, decoded = walked_and_decoded(
+        student.tau, corpus, method, target, batch, temperature, 20
+    )
     assert walked == decoded
     assert len(set(decoded)) > 1, "else the law would hold for any walk"

@@ -17,14 +17,13 @@ from stages_kit import (
     response_settings,
     sweep_arguments,
     texts_of,
+    walked_and_decoded,
     write_prompts,
 )
 
 from blockpilot.app.target import load_target
 from blockpilot.app.tracking import NullTracker
 from blockpilot.base.errors import UserError
-from blockpilot.decoding.loop import decode
-from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.distill import __main__ as distill
 from blockpilot.distill.corpus import Corpus
@@ -117,7 +116,7 @@ def test_a_sweep_loads_the_head_and_profits_from_it(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_walk_over_stored_answers_gives_the_loops_tau(
-    drafter: Path, trained: tuple[Path, list[float]], tmp_path: Path, temperature: float
+    drafter: Path, tmp_path: Path, temperature: float
 ) -> None:
     cfg = composed("distill", *arguments_of(tmp_path, drafter))
     loaded = load_target(cfg)
@@ -134,12 +133,9 @@ def test_the_walk_over_stored_answers_gives_the_loops_tau(
     student.save(tmp_path / "head")
     method = student.method(tmp_path / "head")
     method.bind(target)
-    walked, decoded = [], []
-    for index, request in enumerate(batch):
-        walked.append(student.tau(corpus[index]))
-        sampler = KeyedSampler(temperature=temperature, seed=0, prompt_hashes=[request.prompt.hash])
-        trace = decode(target, method, request.ids, sampler, 12)
-        decoded.append(sum(trace.committed) / len(trace.committed))
+    walked, decoded = walked_and_decoded(
+        student.tau, corpus, method, target, batch, temperature, 12
+    )
     assert walked == decoded
     assert len(set(decoded)) > 1, "else the law would hold for any walk"
 

@@ -21,7 +21,7 @@ from blockpilot.decoding.anchors import KnownAnswer, Replay
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import decided
 from blockpilot.decoding.text import IndexedText
-from blockpilot.decoding.types import Candidates, Draft, Origin
+from blockpilot.decoding.types import Candidates, Draft, Origin, source_of
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.copying import CopyPolicy
 from blockpilot.policies.pilot import (
@@ -293,3 +293,10 @@ def test_settings_that_cannot_be_are_refused() -> None:
 def test_a_pilot_is_fitted_and_scored_as_it_decides() -> None:
     shipped = OmegaConf.load(conf_dir() / "policy" / "pilot.yaml")
     assert (shipped.nodes, shipped.longest_copy) == (NODES, LONGEST_COPY)
+
+
+def test_a_cycle_has_one_source() -> None:
+    assert source_of(7, 8) == "draft"
+    assert source_of(7, 1) == "draft", "a draft of which nothing is verified was paid for"
+    assert source_of(0, 5) == "copy"
+    assert source_of(0, 1) == "plain"

@@ -210,6 +210,13 @@ class View:
     timed: tuple[int, float] | None = None
 
 
+def source_of(n_drafted: int, n_verified: int) -> str:
+    """Where a cycle's proposals come from: draft, copy, or plain where there are none."""
+    if n_drafted:
+        return "draft"
+    return "copy" if n_verified > 1 else "plain"
+
+
 @dataclass
 class Trace:
     """What decoding one prompt with one method produced; times in seconds.

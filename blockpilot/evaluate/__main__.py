@@ -102,6 +102,8 @@ def evaluate_pilots(cfg: EvaluateConfig) -> pd.DataFrame:
     folder = RunFolder(Path(cfg.paths.outputs) / "evaluate" / cfg.run_id)
     make_folder(folder.path)
     write_csv(table, folder.ladder)
+    for stale in (folder.evaluation, folder.timed_evaluation):  # of an earlier call
+        stale.unlink(missing_ok=True)
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     tracker = instantiate(cfg.tracker, _convert_="all")
     pooled = table[table["set"] == ALL_SETS].set_index("method")
@@ -147,6 +149,7 @@ def evaluate_predictors(cfg: EvaluateConfig, dataset: str) -> pd.DataFrame:
     folder = RunFolder(Path(cfg.paths.outputs) / "evaluate" / cfg.run_id)
     make_folder(folder.path)
     write_csv(table, folder.evaluation)
+    folder.ladder.unlink(missing_ok=True)  # of an earlier call, of pilots
     if timed is not None:
         write_csv(timed, folder.timed_evaluation)
     else:  # of an earlier call: times under another evaluation

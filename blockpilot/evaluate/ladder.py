@@ -7,6 +7,7 @@ through it, over all sources and sizes, is a shortest path over its anchors.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from blockpilot.base.errors import UserError
 from blockpilot.costs.curve import CostCurve
+from blockpilot.decoding.anchors import Marginals
 from blockpilot.decoding.replay import decided, known_candidates, known_path
 from blockpilot.decoding.text import IndexedText
 from blockpilot.policies.pilot import LONGEST_COPY, NODES, PilotPolicy
@@ -25,8 +27,12 @@ from blockpilot.policies.tree import best_first, tree_draft
 from blockpilot.predictor.acceptance import AcceptanceModel, unfitted
 from blockpilot.records.run_folder import RunFolder
 from blockpilot.records.schema import PLAIN
+from blockpilot.stats.arrays import Ints
 from blockpilot.stats.comparison import TokenTimes
+from blockpilot.stats.oracles import hindsight_seconds
 from blockpilot.sweep.tables import ALL_SETS
+
+log = logging.getLogger(__name__)
 
 _LONGEST_ENDING = 8  # that the text's index knows
 _SIZES = (1, 2, 3, 5, 7, 11, NODES)  # nodes of a tree in hindsight
@@ -34,7 +40,7 @@ HINDSIGHT = "in hindsight"
 _ANSWER = ["prompt_id", "turn", "seed"]
 
 Walk = Callable[[Answered], dict[str, Any]]
-"""Seconds, cycles, and where known the copied and the drafting cycles' figures of one answer."""
+"""Seconds of one answer, and where there are cycles, how many of them did what."""
 
 
 def ladder(
@@ -82,6 +88,8 @@ def _walked(
         raise UserError(f"runs: {run.path} was not swept with cost=<the curve given here>")
     for name, model in models.items():
         fitted = set(model.fitted_to.get("prompts", []))
+        if not fitted:
+            log.warning("%s does not say which prompts it was fitted to: are these unseen?", name)
         if known := next((each for each in answers if each.prompt_hash[:12] in fitted), None):
             raise UserError(
                 f"runs: {run.path} has prompt {known.prompt_id}, which {name} was fitted to"
@@ -159,32 +167,24 @@ def hindsight(curve: CostCurve, sources: Sequence[str]) -> Walk:
     """The least time of an answer when each cycle may copy or draft as much as turns out right."""
 
     def walk(answered: Answered) -> dict[str, Any]:
-        context = len(answered.known.prompt_ids)
-        copy_s = [curve.copy_seconds(n + 1, context) for n in range(LONGEST_COPY + 1)]
-        tree_s = {n: curve.tree_seconds(n + 1, context) for n in _SIZES}
-        n_anchors = len(answered.known.tokens) - 1
-        copies = _copies(answered)
-        remaining, cycles = np.zeros(n_anchors + 1), np.zeros(n_anchors + 1, dtype=int)
-        for anchor in range(n_anchors - 1, -1, -1):
-            ways = [(copy_s[0], 1)]
-            if "copy" in sources:
-                ways.append((copy_s[copies[anchor]], copies[anchor] + 1))
-            if "tree" in sources:
-                found = _accepted_of_trees(answered, anchor)
-                ways += [(tree_s[n], accepted + 1) for n, accepted in found.items()]
-            best = math.inf
-            for seconds, committed in ways:
-                reached = min(n_anchors, anchor + committed)
-                if seconds + remaining[reached] < best:
-                    best, behind = seconds + remaining[reached], reached
-            remaining[anchor], cycles[anchor] = best, cycles[behind] + 1
-        return {"seconds": float(remaining[0]), "cycles": int(cycles[0])}
+        context, n_anchors = len(answered.known.prompt_ids), len(answered.known.tokens) - 1
+        seconds, accepted = [curve.seconds(1, context)], [np.zeros(n_anchors, dtype=np.int64)]
+        if "copy" in sources:
+            copies = _copies(answered)
+            for n in range(1, LONGEST_COPY + 1):
+                seconds.append(curve.copy_seconds(n + 1, context))
+                accepted.append(np.minimum(copies, n))
+        if "tree" in sources and answered.replay.marginals is not None:
+            seconds += [curve.tree_seconds(n + 1, context) for n in _SIZES]
+            accepted += list(_accepted_of_trees(answered, answered.replay.marginals).T)
+        least = hindsight_seconds(np.stack(accepted, axis=1), np.array(seconds))
+        return {"seconds": least}
 
     return walk
 
 
-def _copies(answered: Answered) -> list[int]:
-    """At every anchor, how many tokens of the latest longest match are the answer's."""
+def _copies(answered: Answered) -> Ints:
+    """At every anchor, how many tokens of the latest longest match are the answer's: [A]."""
     tokens, found = answered.known.tokens, []
     text = IndexedText(_LONGEST_ENDING, answered.known.prompt_ids)
     for anchor in range(len(tokens) - 1):
@@ -193,18 +193,19 @@ def _copies(answered: Answered) -> list[int]:
         copy = text.at(match.places[-1], LONGEST_COPY).tokens if match.length else []
         right = [mine == own for mine, own in zip(copy, tokens[anchor + 1 :], strict=False)]
         found.append((*right, False).index(False))
-    return found
+    return np.array(found, dtype=np.int64)
 
 
-def _accepted_of_trees(answered: Answered, anchor: int) -> dict[int, int]:
-    """Accepted tokens of the best-first tree of each size."""
-    if answered.replay.marginals is None:
-        return {}
-    best = known_candidates(answered.replay.marginals, anchor)
-    nodes = best_first(best.logprobs, NODES, best.after)
-    following = answered.known.tokens[anchor + 1 :]
-    device = torch.device("cpu")
-    return {n: len(known_path(tree_draft(nodes[:n], best, device), following)) for n in _SIZES}
+def _accepted_of_trees(answered: Answered, marginals: Marginals) -> Ints:
+    """Accepted tokens of the best-first tree of each size at every anchor: [A, sizes]."""
+    tokens, device = answered.known.tokens, torch.device("cpu")
+    found = []
+    for anchor in range(len(tokens) - 1):
+        best = known_candidates(marginals, anchor)
+        nodes = best_first(best.logprobs, NODES, best.after)
+        trees = [tree_draft(nodes[:n], best, device) for n in _SIZES]
+        found.append([len(known_path(tree, tokens[anchor + 1 :])) for tree in trees])
+    return np.array(found, dtype=np.int64)
 
 
 def _sets(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -231,9 +232,9 @@ def _line(rows: pd.DataFrame, method: str, over: Sequence[str]) -> dict[str, Any
         line[name] = times.ratio
         if base != method:
             line[f"{name}_low"], line[f"{name}_high"] = times.interval()
-    line["tau"] = float((mine["tokens"] / mine["cycles"]).mean())
     own = rows[rows["method"] == method]
-    line["drafting"] = own["drafting"].sum(skipna=False) / own["cycles"].sum()
+    line["tau"] = float((mine["tokens"] / mine["cycles"].where(mine["cycles"] > 0)).mean())
+    line["drafting"] = own["drafting"].sum(skipna=False) / own["cycles"].sum(skipna=False)
     for source in ("quoted", "repeated"):
         line[source] = own[source].sum(skipna=False) / own["tokens"].sum()
     return line
@@ -257,7 +258,7 @@ def ladder_cells(lines: pd.DataFrame) -> pd.DataFrame:
             _with_interval(*values)
             for values in lines[[name, f"{name}_low", f"{name}_high"]].to_numpy(dtype=float)
         ]
-    cells["tau"] = lines["tau"].map("{:.2f}".format)
+    cells["tau"] = ["-" if pd.isna(tau) else f"{tau:.2f}" for tau in lines["tau"]]
     for name in ("drafting", "quoted", "repeated"):
         cells[name] = ["-" if pd.isna(share) else f"{share:.0%}" for share in lines[name]]
     return cells

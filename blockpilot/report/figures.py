@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from blockpilot.decoding.types import source_of
 from blockpilot.records.schema import PLAIN
 from blockpilot.stats.intervals import bootstrap, mean
 from blockpilot.stats.luck import luck
@@ -121,25 +122,20 @@ def drawn_ladder(lines: pd.DataFrame) -> tuple[str, Figure]:
 
 def choices_of_an_answer(axes: Axes, records: pd.DataFrame) -> str | None:
     """What a policy that picks a source per cycle verified along one answer, and what held."""
+    # The first answer in which it both copied and drafted, of the last such method.
     mixed = [
-        any(v > 1 and not d for d, v in zip(drafted, verified, strict=True)) and any(drafted)
+        {"draft", "copy"} <= set(map(source_of, drafted, verified))
         for drafted, verified in zip(records["drafted"], records["verified"], strict=True)
     ]
-    # The first answer in which it both copied and drafted, of the last such method.
     rows = records[np.array(mixed, dtype=bool) & records["status"].eq("ok")]
     if rows.empty:
         return None
     row = rows[rows["method"] == rows["method"].iloc[-1]].iloc[0]
+    sources = np.array(list(map(source_of, row["drafted"], row["verified"])))
     ends = np.cumsum(row["committed"])
     starts = ends - row["committed"]
-    kinds = np.array(
-        [
-            "draft" if d else "copy" if v > 1 else "plain"
-            for d, v in zip(row["drafted"], row["verified"], strict=True)
-        ]
-    )
-    for kind, shade in (("plain", "black"), ("copy", "0.75"), ("draft", "white")):
-        mine = kinds == kind
+    for source, shade in (("plain", "black"), ("copy", "0.75"), ("draft", "white")):
+        mine = sources == source
         axes.bar(
             starts[mine],
             np.asarray(row["verified"])[mine],
@@ -148,7 +144,7 @@ def choices_of_an_answer(axes: Axes, records: pd.DataFrame) -> str | None:
             color=shade,
             edgecolor="black",
             linewidth=0.6,
-            label=kind,
+            label=source,
         )
     axes.set(xlabel="token of the answer", ylabel="positions verified in the cycle")
     axes.figure.legend(loc="outside upper center", ncols=3, fontsize="small")

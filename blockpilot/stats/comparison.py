@@ -58,23 +58,18 @@ def pair_with(rows: pd.DataFrame, records: pd.DataFrame, base: str = PLAIN) -> p
     partners = ok[ok["method"] == base]
     pairs = rows[rows["status"] == "ok"].merge(partners, on=_PAIR, suffixes=("", "_base"))
     base_name = "plain decoding" if base == PLAIN else base
-    fields = [f for f in ("session_id", *SHARED_FIELDS, "prompt_hash") if f not in _PAIR]
-    values, base_values = (
-        pairs[[f"{field}{suffix}" for field in fields]].astype(object) for suffix in ("", "_base")
-    )
-    # As one array of objects, None for what is missing: a table asks this for each of its lines.
-    differ = (
-        values.where(values.notna(), None).to_numpy()
-        != base_values.where(base_values.notna(), None).to_numpy()
-    )
-    if differ.any():
-        number, at = (int(axis[0]) for axis in np.nonzero(differ.T)[::-1])
-        row, field = pairs.iloc[number], fields[at]
-        raise UserError(
-            f"prompt {row['prompt_id']}: method {row['method']} and {base_name} differ in "
-            f"{field} ({row[field]} and {row[field + '_base']}), so they cannot be compared: "
-            "run both in one session with the same settings"
-        )
+    for field in ("session_id", *SHARED_FIELDS, "prompt_hash"):
+        if field in _PAIR:
+            continue
+        values, base_values = pairs[field], pairs[f"{field}_base"]
+        differ = ~((values == base_values).fillna(False) | (values.isna() & base_values.isna()))
+        if differ.any():
+            row = pairs[differ].iloc[0]
+            raise UserError(
+                f"prompt {row['prompt_id']}: method {row['method']} and {base_name} differ in "
+                f"{field} ({row[field]} and {row[field + '_base']}), so they cannot be compared: "
+                "run both in one session with the same settings"
+            )
     return pairs
 
 
