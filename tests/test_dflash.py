@@ -22,7 +22,8 @@ from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
 from blockpilot.decoding.types import Block, Draft, Forward, Trace, Verdict, View
 from blockpilot.drafters.dflash import DFlashDrafter
-from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
+from blockpilot.drafters.dflash_net import DFlashNetwork
+from blockpilot.drafters.forms.dflash import DFlashConfig
 from blockpilot.policies.fixed import FixedPolicy
 
 TRAINED = 5

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from blockpilot.base.errors import UserError
 from blockpilot.drafters.dflash import load_network, new_config, random_network, save_network
-from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
+from blockpilot.drafters.dflash_net import DFlashNetwork, default_layer_ids
+from blockpilot.drafters.forms.dflash import DFlashConfig
 
 PER_LAYER = (
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),

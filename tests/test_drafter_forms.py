@@ -20,10 +20,10 @@ from transformers import LlamaConfig
 
 from blockpilot.base.errors import UserError
 from blockpilot.drafters.dflash import DFlashDrafter, load_network, new_config
-from blockpilot.drafters.dflash_net import DFlashConfig
 from blockpilot.drafters.eagle3 import Eagle3Drafter, load_head, new_head
 from blockpilot.drafters.eagle3_net import Eagle3Config
 from blockpilot.drafters.forms.config import ANY_VALUE, ROPE_KEYS
+from blockpilot.drafters.forms.dflash import DFlashConfig
 
 Raw = dict[str, Any]
 KINDS = ("dflash", "eagle3")

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from blockpilot.decoding.cache import SlabCache
+from blockpilot.decoding.target import LogitShape
 from blockpilot.decoding.types import Block, Branches, Draft, Forward, Verdict, View
 
 Choose = Callable[[Tensor, Tensor], Tensor]
@@ -27,6 +28,7 @@ class TargetModel(Protocol):
     device: torch.device
     dtype: torch.dtype
     embed_rows: int  # rows of the embedding: the vocabulary with its padding
+    embedding_scale: float  # by which `embed` multiplies them
     engine: str
     timed: bool  # False where only tokens count: in a replay
 
@@ -39,8 +41,8 @@ class TargetModel(Protocol):
         """Input embeddings [..., D] of ids [...]."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of LM-head inputs [..., D]."""
+    def logits(self, hidden: Tensor, shape: LogitShape | None = None) -> Tensor:
+        """Logits [..., V] of LM-head inputs [..., D]; `shape` None: the target's own."""
         ...
 
     def forward(

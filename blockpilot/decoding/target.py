@@ -76,6 +76,8 @@ class Target:
             raise UserError("its LM head is no linear layer")
         self.logit_shape = LogitShape.of(self.config)
         self.embed_rows: int = self._embedding.weight.shape[0]
+        scale = getattr(self._embedding, "embed_scale", 1.0)  # of the families of Gemma
+        self.embedding_scale = float(scale)
         # An id past the embedding can be declared but never said.
         self.stop_ids = frozenset(i for i in _stop_ids(model, tokenizer) if i < self.embed_rows)
         self.compile_s = 0.0  # spent so far in first calls of a shape, by an engine that compiles
@@ -99,9 +101,10 @@ class Target:
         """Input embeddings [..., D] of ids [...]."""
         return self._embedding(ids)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of LM-head inputs [..., D]: those that the model itself would give."""
-        return self.logit_shape(self._head(hidden))
+    def logits(self, hidden: Tensor, shape: LogitShape | None = None) -> Tensor:
+        """Logits [..., V] of LM-head inputs [..., D]: those that the model itself would give, or
+        with another shape."""
+        return (shape or self.logit_shape)(self._head(hidden))
 
     def choose(self, sampler: KeyedSampler, logits: Tensor, positions: Tensor) -> Tensor:
         """Tokens [n] that the sampler chooses for logits [n, V]; -1 where they are not finite."""

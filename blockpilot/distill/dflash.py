@@ -32,7 +32,8 @@ from blockpilot.drafters.dflash import (
     new_config,
     save_network,
 )
-from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
+from blockpilot.drafters.dflash_net import DFlashNetwork
+from blockpilot.drafters.forms.dflash import DFlashConfig
 from blockpilot.policies.fixed import FixedPolicy
 
 
@@ -63,12 +64,12 @@ class DFlashRecipe:
             torch.nn.init.constant_(network.norm.weight, FINAL_NORM)
         else:
             network = load_network(training.init, target)
-            published = network.config.published()
-            for key, wanted in config.published().items():
-                if published[key] != wanted:
+            given, wanted = network.config.identity(), config.identity()
+            for key in (*wanted, *given):
+                if given.get(key) != wanted.get(key):
                     raise UserError(
-                        f"training.init={training.init}: {key}={published[key]}, new_drafter and "
-                        f"recipe ask for {wanted}"
+                        f"training.init={training.init}: {key}={given.get(key)}, new_drafter and "
+                        f"recipe ask for {wanted.get(key)}"
                     )
 
         def student(corpus: Corpus) -> DFlashStudent:
@@ -180,7 +181,8 @@ def blocks_of(target: Target, network: DFlashNetwork, ids: Tensor, anchors: Tens
     config = network.config
     block = torch.full((len(anchors), config.block_size), config.mask_token_id, device=ids.device)
     block[:, 0] = ids[anchors]
-    return target.embed(block).to(input_dtype(target))
+    rows, scale = target.embed(block), config.embedding_scale / target.embedding_scale
+    return (rows if scale == 1 else rows * scale).to(input_dtype(target))
 
 
 @torch.no_grad()

@@ -35,7 +35,8 @@ from blockpilot.distill.losses import Candidates
 from blockpilot.distill.recipe import Autocast, Blueprint, walked_tau
 from blockpilot.distill.states import input_dtype, states_of
 from blockpilot.drafters.dflash import DFlashDrafter, load_network
-from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork
+from blockpilot.drafters.dflash_net import DFlashNetwork
+from blockpilot.drafters.forms.dflash import DFlashConfig
 from blockpilot.drafters.forms.checkpoints import read_checkpoint
 from blockpilot.drafters.path_head import (
     TOP_K,
@@ -80,14 +81,19 @@ class PathHeadRecipe:
         """Layers of the target that the drafter reads (UserError where it cannot be read)."""
         if self.drafter == "random":
             return 5
-        raw, _ = read_checkpoint(self.drafter)
-        return len(DFlashConfig.parse(raw, self.drafter).target_layer_ids)
+        raw, tensors = read_checkpoint(self.drafter)
+        return len(DFlashConfig.parse(raw, self.drafter, tensors=tensors).target_layer_ids)
 
     def blueprint(
         self, target: Target, name: str, block_size: int, training: TrainingConfig
     ) -> Blueprint:
         """A new head of the recipe's drafter, whose blocks have to be of `block_size` slots."""
         network = load_network(self.drafter, target)
+        if not network.config.plain:
+            raise UserError(
+                f"recipe.drafter={self.drafter}: a {network.config.form} drafter; a path head is "
+                "trained on a plain z-lab one"
+            )
         if network.config.block_size != block_size:
             raise UserError(
                 f"new_drafter.block_size={block_size}: {self.drafter} has blocks of "

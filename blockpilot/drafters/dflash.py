@@ -17,11 +17,12 @@ from torch import Tensor
 
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.compiled import CompiledTarget
-from blockpilot.decoding.native.stack import MOST_ROWS, WHOLE, Rope, Stack, linear
+from blockpilot.decoding.native.stack import CAUSAL, MOST_ROWS, WHOLE, Rope, Stack, linear
 from blockpilot.decoding.paths import greedy_chain, within
 from blockpilot.decoding.protocols import TargetModel
+from blockpilot.decoding.target import LogitShape
 from blockpilot.decoding.types import Draft, Shortlist, Verdict, View
-from blockpilot.drafters.dflash_net import DFlashConfig, DFlashNetwork, default_layer_ids
+from blockpilot.drafters.dflash_net import DFlashNetwork, default_layer_ids
 from blockpilot.drafters.dflash_static import StaticBlocks
 from blockpilot.drafters.forms.checkpoints import (
     fill_network,
@@ -31,9 +32,12 @@ from blockpilot.drafters.forms.checkpoints import (
     settle,
     size_of,
 )
-from blockpilot.drafters.forms.config import ConfigReader
+from blockpilot.drafters.forms.config import ConfigReader, check_layers
+from blockpilot.drafters.forms.dflash import DFlashConfig, Sight
+from blockpilot.drafters.forms.dflash_tensors import network_tensors
 from blockpilot.drafters.layers import native_stack, new_shape
 from blockpilot.drafters.path_head import PathHead, load_path_head
+from blockpilot.drafters.path_state import PathState
 
 log = logging.getLogger(__name__)
 
@@ -79,31 +83,47 @@ class DFlashDrafter:
             )
         if not hasattr(self, "network"):
             self.network = load_network(self.checkpoint, target, self.ignore_keys)
-            published = self.network.config.published()
+            identity = self.network.config.identity()
             self.fingerprint = fingerprint_of(
-                self.checkpoint, self.network, published, self.ignore_keys
+                self.checkpoint, self.network, identity, self.ignore_keys
             )
             self.shape = size_of(self.network)
-        config = self.network.config
+        network, config = self.network, self.network.config
         check_fits(config, target, self.checkpoint)
         if self.head is not None and self._head is None:
             self._load_head(self.head, target)
-        settle(self.network, target)
-        if self._head is not None:
+        settle(network, target)
+        if isinstance(network.path, PathHead):
+            self._head = network.path
+        elif self._head is not None:
             settle(self._head, target)
-        self.trained_block_size, self.feature_layers = config.block_size, config.target_layer_ids
+        self.trained_block_size, self.feature_layers = config.trained_slots, config.target_layer_ids
         self._target = target
+        self._logit_shape: LogitShape | None = None
+        if config.output_multiplier is not None:
+            self._logit_shape = LogitShape(config.output_multiplier, config.final_logit_softcapping)
         self._stack: Stack | None = None
-        if target.engine == "native":
-            self._stack = native_stack(self.network.stack, self.network.norm, config.layers)
+        # The kernels know one sight for all layers, and no convolution.
+        self._sight = {Sight(): WHOLE, Sight(causal=True): CAUSAL}.get(network.sights[0])
+        same = len(set(network.sights)) == 1 and config.convolution is None
+        if target.engine == "native" and same and self._sight is not None:
+            self._stack = native_stack(network.stack, network.norm, config.layers)
         mask = torch.tensor([config.mask_token_id], device=target.device)
-        self._mask_embedding = target.embed(mask)  # [1, D]
-        if not isinstance(target, CompiledTarget):
+        self._mask_embedding = self._embed(mask)  # [1, D]
+        # Graphs are made of the plain network alone.
+        plain = config.plain and config.embedding_scale == target.embedding_scale
+        if not isinstance(target, CompiledTarget) or not plain:
             self._static = None
         elif self._static is None or self._static.target is not target:
             self._static = StaticBlocks(self.network, target, self._mask_embedding)
 
     def _load_head(self, place: str, target: TargetModel) -> None:
+        if not self.network.config.plain:
+            form = self.network.config.form
+            raise UserError(
+                f"drafter.head={place}: {self.checkpoint} is a {form} drafter, heads are of "
+                "plain z-lab ones"
+            )
         self._head = load_path_head(place, target, self.network)
         # A network that was handed in has no fingerprint, whatever its head.
         if self.fingerprint is not None and self.shape is not None:
@@ -139,13 +159,49 @@ class DFlashDrafter:
             )
             self._length, self._unread = view.position, []
         else:
-            masks = self._mask_embedding.expand(n_slots - 1, -1)
-            hidden = self._block(torch.cat([self._target.embed(view.anchor), masks]))
-            logits = self._target.logits(hidden)  # [B - 1, V]
+            hidden = self._block(self._blocks(view.anchor, n_slots)[0])
+            logits = self._logits(hidden)  # [S, V], of a head of its own its rows
+        network = self.network
+        if isinstance(network.path, PathState):
+            tokens, vectors = self._chain(network.path, hidden[None], view.anchor)
+            logits = logits + vectors[0] @ network.path.output.T
+            return Draft(tokens[0], network.over_vocabulary(logits))
+        logits = network.over_vocabulary(logits)
         if self._head is None:
             return Draft(logits.argmax(dim=-1), logits)
         found = shortlist(self._head, hidden, logits, view.anchor[0])
         return Draft(greedy_chain(found.tokens, found.within), logits, shortlist=found)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """What the network reads of tokens [...]: [..., D]."""
+        config = self.network.config
+        if config.embeds:
+            return self.network.embed_tokens(ids)
+        rows, scale = self._target.embed(ids), config.embedding_scale / self._target.embedding_scale
+        return rows if scale == 1 else rows * scale
+
+    def _blocks(self, anchors: Tensor, n_slots: int) -> Tensor:
+        """What enters the network [A, B, D] for `n_slots - 1` drafts behind tokens [A]."""
+        n_masks = n_slots - 1 - self.network.config.shift
+        masks = self._mask_embedding.expand(len(anchors), n_masks, -1)
+        return torch.cat([self._embed(anchors)[:, None], masks], dim=1)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., rows of the LM head] of final hidden states [..., D]."""
+        if self.network.config.draft_vocab_size is None:
+            return self._target.logits(hidden, self._logit_shape)
+        logits: Tensor = self.network.lm_head(hidden)
+        return logits if self._logit_shape is None else self._logit_shape(logits)
+
+    def _chain(self, path: PathState, hidden: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [A, S] and vectors [A, S, r] of the chains that a path's reading gives."""
+        return path.chain(
+            hidden,
+            anchors,
+            lambda slot: self._logits(hidden[:, slot]),
+            lambda ids: self._target.embed(ids) / self._target.embedding_scale,
+            self.network.target_ids,
+        )
 
     def observe(self, verdict: Verdict) -> None:
         """Keep the committed positions for the next draft, also of a cycle that asked for none.
@@ -173,12 +229,15 @@ class DFlashDrafter:
     ) -> BlockProposals:
         """Blocks behind many anchors over one context, in one forward."""
         assert features is not None
-        masks = self._mask_embedding.expand(len(anchors), n_slots - 1, -1)
-        blocks = torch.cat([self._target.embed(ids[anchors])[:, None], masks], dim=1)
-        hidden = self.network(features, blocks, anchors)[:, 1:]
+        network, tokens = self.network, ids[anchors]
+        blocks = self._blocks(tokens, n_slots)
+        hidden = network(features, blocks, anchors)[:, network.first :]
+        if isinstance(network.path, PathState):
+            _, vectors = self._chain(network.path, hidden, tokens)
+            return StateBlockProposals(hidden, self._logits, network, vectors)
         if self._head is None:
-            return BlockProposals(hidden, self._target)
-        return PathBlockProposals(hidden, self._target, ids[anchors], self._head)
+            return BlockProposals(hidden, self._logits, network)
+        return PathBlockProposals(hidden, self._logits, network, tokens, self._head)
 
     def batched(self, rows: int, context: int, widest: int) -> Callable[[int], Tensor]:
         """Drafts of `rows` sequences at once, by the number of slots: tokens [R, B - 1].
@@ -197,19 +256,22 @@ class DFlashDrafter:
         one = mask.new_zeros(len(network.layers), 2, 1, heads, context + widest, d)
         network.read(text, one, 0, cos[:context], sin[:context])
         slab = one.repeat(1, 1, rows, 1, 1, 1)
-        anchors = torch.zeros(rows, 1, dtype=torch.int64, device=mask.device)
+        anchors = torch.zeros(rows, dtype=torch.int64, device=mask.device)
 
         def draft(n_slots: int) -> Tensor:
-            start, end = max(0, context - n_slots), context + n_slots
+            start = max(0, context - n_slots)
             unread = latest[:, : context - start].contiguous()
             network.read(unread, slab, start, cos[start:context], sin[start:context])
-            masks = mask.expand(rows, n_slots - 1, -1)
-            block = torch.cat([self._target.embed(anchors), masks], dim=1)
+            block = self._blocks(anchors, n_slots)
+            end = context + block.shape[1]
             hidden = network.block(block, slab, context, cos[context:end], sin[context:end])
-            logits = self._target.logits(hidden)
+            if isinstance(network.path, PathState):
+                return self._chain(network.path, hidden, anchors)[0]
+            logits = self._logits(hidden)
             if self._head is None:
-                return logits.argmax(dim=-1)
-            found = shortlist(self._head, hidden, logits, anchors[:, 0])
+                return network.target_ids(logits.argmax(dim=-1))
+            logits = network.over_vocabulary(logits)
+            found = shortlist(self._head, hidden, logits, anchors)
             return greedy_chain(found.tokens, found.within)
 
         return draft
@@ -231,13 +293,14 @@ class DFlashDrafter:
         self.network.read(features[None], slabs, start, rope.cos, rope.sin)
 
     def _block(self, x: Tensor) -> Tensor:
-        """Final hidden states [B - 1, D] of one block x [B, D] behind the cached context, without
-        the anchor's.
-        """
+        """Final hidden states [S, D] of the drafting slots of one block x [B, D] behind the cached
+        context."""
         start, end = self._length, self._length + x.shape[0]
         rope = self._rope.at(slice(start, end))
         if self._stack is not None and x.shape[0] <= MOST_ROWS:
-            outputs = self._stack.forward(x, self._slab, start, rope, WHOLE, n_out=len(x) - 1)
+            assert self._sight is not None
+            n_out = len(x) - self.network.first
+            outputs = self._stack.forward(x, self._slab, start, rope, self._sight, n_out=n_out)
             return outputs.hidden.to(x.dtype)
         slab = self._slab[:, :, None]
         return self.network.block(x[None], slab, start, rope.cos, rope.sin)[0]
@@ -247,12 +310,27 @@ class DFlashDrafter:
 class BlockProposals:
     """Drafts of many blocks; the LM head runs where it is asked to."""
 
-    hidden: Tensor  # [A, B - 1, D]
-    target: TargetModel
+    hidden: Tensor  # [A, S, D]
+    head_logits: Callable[[Tensor], Tensor]  # [..., D] -> [..., rows of the LM head]
+    network: DFlashNetwork
 
     def logits(self, rows: Tensor, slot: int) -> Tensor:
         """Logits [n, V] of one slot of the anchors `rows` [n]."""
-        return self.target.logits(self.hidden[rows, slot])
+        return self.network.over_vocabulary(self.head_logits(self.hidden[rows, slot]))
+
+
+@dataclass(frozen=True)
+class StateBlockProposals(BlockProposals):
+    """Drafts of many blocks with the logits behind each one's greedy chain."""
+
+    vectors: Tensor  # [A, S, r]
+
+    def logits(self, rows: Tensor, slot: int) -> Tensor:
+        """As of `BlockProposals`, with what the chain's tokens add."""
+        path = self.network.path
+        assert isinstance(path, PathState)
+        logits = self.head_logits(self.hidden[rows, slot])
+        return self.network.over_vocabulary(logits + self.vectors[rows, slot] @ path.output.T)
 
 
 @dataclass(frozen=True)
@@ -293,31 +371,33 @@ def load_network(
         ConfigReader({}, checkpoint, ignore_keys)
         return random_network(target)
     raw, weights = read_checkpoint(checkpoint)
-    config = DFlashConfig.parse(raw, checkpoint, ignore_keys)
+    config = DFlashConfig.parse(raw, checkpoint, ignore_keys, weights)
     check_fits(config, target, checkpoint)
     network = DFlashNetwork(config)
-    fill_network(network, weights, checkpoint)
+    fill_network(network, network_tensors(config, weights, checkpoint), checkpoint)
     return network
 
 
 def check_fits(config: DFlashConfig, target: TargetModel, where: str) -> None:
     """Refuse a drafter of another target by the first mismatch (UserError)."""
     target_config = target.config
-    rows = target.embed_rows
     for what, drafter, wanted in (
         ("num_target_layers", config.num_target_layers, target_config.num_hidden_layers),
         ("hidden_size", config.layers.hidden_size, target_config.hidden_size),
         ("vocab_size", config.layers.vocab_size, target_config.vocab_size),
     ):
-        if drafter != wanted:
+        if drafter not in (None, wanted):
             raise UserError(
                 f"drafter {where}: {what}={drafter}, the target has {wanted}; "
                 "it was trained for another target"
             )
+    check_layers(config.target_layer_ids, target_config.num_hidden_layers, where)
+    rows = config.layers.vocab_size if config.embeds else target.embed_rows
     if not 0 <= config.mask_token_id < rows:
+        whose = "drafter" if config.embeds else "target"
         raise UserError(
             f"drafter {where}: mask_token_id={config.mask_token_id}, "
-            f"allowed are 0..{rows - 1} (embedding rows of the target)"
+            f"allowed are 0..{rows - 1} (embedding rows of the {whose})"
         )
 
 
@@ -348,6 +428,7 @@ def new_config(
         "mask_token_id": mask_token_id,
         "num_target_layers": depth,
         "target_layer_ids": default_layer_ids(depth, n_target_layers),
+        "input_embedding_scale": target.embedding_scale,
     }
     return DFlashConfig.parse(raw, "new")
 

@@ -9,10 +9,9 @@ read, H query heads, G key/value heads, d head width, R sequences, L layers of t
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Sequence
+from functools import cached_property
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -20,104 +19,10 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from blockpilot.drafters.forms.config import ConfigReader, check_layers
+from blockpilot.drafters.forms.dflash import DFlashConfig, Sight
 from blockpilot.drafters.layers import SwiGLU, merged, packed_attention, rotate, split_heads
-
-_SHAPE_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-_NUMBERS = (*_SHAPE_KEYS, "vocab_size", "num_target_layers")
-_OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids")  # nested, in old files at the top
-
-# What relatives of the network do otherwise, with the values at which they do the same.
-_BUILT: dict[str, tuple[Any, ...]] = {
-    "is_causal": (False,),
-    "causal": (False,),
-    "causal_head": (False,),
-    "use_swa": (False,),
-    "swa_window_size": (),
-    "attention_sink_bias": (False,),
-    "input_embedding_scale": (1,),
-    "output_multiplier": (1,),
-    "final_logit_softcapping": (),
-    "sample_from_anchor": (False,),
-    "shift_label": (False,),
-    "markov_rank": (0,),
-    "projector_type": (),
-}
-
-
-@dataclass(frozen=True)
-class DFlashConfig:
-    """A drafter's identity: the shape of its layers and what it reads from which target."""
-
-    layers: Qwen3Config
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any], where: str, ignored: Sequence[str] = ()) -> DFlashConfig:
-        """From a published config.json: nested `dflash_config`, older `draft_config`, or flat.
-
-        `ignored` are keys that count as absent. Raises UserError with the key that is missing, out
-        of range, or of a network that is not built.
-        """
-        reader = ConfigReader(raw, where, ignored)
-        reader.expect("architectures", ["DFlashDraftModel"])  # DeepSpec's is marked by nothing else
-        reader.expect("model_type", "qwen3")
-        own = {key: reader.take(*_places(key)) for key in _OWN_KEYS}
-        for key, built in _BUILT.items():
-            reader.expect(_places(key), *built)
-        keys = (*_NUMBERS, "head_dim", "rms_norm_eps", "max_position_embeddings")
-        shape = {key: reader.take(key) for key in keys}
-        shape["rope_parameters"] = reader.rope()
-        reader.window(shape["num_hidden_layers"])
-        reader.refuse_unread()
-        reader.whole(shape, _NUMBERS, least=1)
-        reader.whole(own, ["block_size"], least=2)
-        reader.whole(own, ["mask_token_id"], least=None)  # the target's rows bound it
-        if "rope_theta" not in shape["rope_parameters"]:
-            reader.refuse("config.json lacks the key rope_theta")
-        depth = shape.pop("num_target_layers")
-        ids = reader.layer_ids("target_layer_ids", own["target_layer_ids"])
-        if any(b <= a for a, b in itertools.pairwise(ids)):
-            reader.refuse(f"target_layer_ids={list(ids)} must be increasing")
-        check_layers(ids, depth, where)
-        layers = Qwen3Config(**reader.layer_shape(shape))
-        return cls(layers, own["block_size"], own["mask_token_id"], ids, depth)
-
-    def published(self) -> dict[str, Any]:
-        """The config.json of the published form."""
-        layers = self.layers.to_dict()
-        keep = (*_SHAPE_KEYS, "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")
-        return {
-            "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
-            **{key: layers[key] for key in keep},
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "rope_parameters": layers["rope_parameters"],
-            "rope_theta": layers["rope_parameters"]["rope_theta"],
-            "dtype": "bfloat16",
-            "block_size": self.block_size,
-            "num_target_layers": self.num_target_layers,
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.target_layer_ids),
-            },
-        }
-
-
-def _places(key: str) -> tuple[str, ...]:
-    return f"dflash_config.{key}", f"draft_config.{key}", key
-
+from blockpilot.drafters.path_head import PathHead, PathHeadConfig, new_path_head
+from blockpilot.drafters.path_state import PathState, new_path_state
 
 def default_layer_ids(num_target_layers: int, n: int) -> tuple[int, ...]:
     """n target layers evenly spaced from 1 to L - 3; for n = 1 the middle one, never the last."""
@@ -155,40 +60,120 @@ class DFlashAttention(nn.Module):
         return self.o_proj(merged(attended))
 
 
+class BlockConvolution(nn.Module):
+    """DFlash2's dynamic convolution along a block, before and after what it surrounds.
+
+    y_t becomes the sum over k of (base[side, k] + delta_t[side, k]) * y_{t-k}, where delta is a
+    projection of the slot's normed state whose values g channels share; nothing lies before the
+    block (z-lab/dflash, `DFlash2DraftModel`).
+    """
+
+    def __init__(self, width: int, n_taps: int, group: int) -> None:
+        super().__init__()
+        self.shape = 2, n_taps, width // group
+        self.group = group
+        self.base_kernel = nn.Parameter(torch.zeros(2, n_taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * n_taps * (width // group), bias=False)
+
+    def kernels(self, normed: Tensor) -> Tensor:
+        """Weights [..., B, 2, K, D] of states [..., B, D]."""
+        delta = self.kernel_projection(normed).unflatten(-1, self.shape)
+        return self.base_kernel + delta.repeat_interleave(self.group, dim=-1)
+
+    @staticmethod
+    def convolve(y: Tensor, kernels: Tensor, side: int) -> Tensor:
+        """y [..., B, D] with `kernels`; side 0 is before, 1 after."""
+        found = torch.zeros_like(y)
+        for tap in range(kernels.shape[-2]):
+            earlier = F.pad(y, (0, 0, tap, 0))[..., : y.shape[-2], :]
+            found = found + kernels[..., side, tap, :] * earlier
+        return found
+
+
 class DFlashLayer(nn.Module):
     """Pre-norm layer; how its queries meet the keys is the caller's business."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Qwen3Config, convolution: tuple[int, int] | None = None) -> None:
         super().__init__()
+        width = config.hidden_size
         self.self_attn = DFlashAttention(config)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = SwiGLU(width, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.convolves = convolution is not None
+        if convolution is not None:
+            self.attention_conv = BlockConvolution(width, *convolution)
+            self.mlp_conv = BlockConvolution(width, *convolution)
 
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What attention reads of x [..., T, D], and the kernels that `finish` wants."""
+        normed = self.input_layernorm(x)
+        if not self.convolves:
+            return normed, None
+        kernels = self.attention_conv.kernels(normed)
+        return self.attention_conv.convolve(normed, kernels, 0), kernels
+
+    def finish(self, x: Tensor, attended: Tensor, kernels: Tensor | None = None) -> Tensor:
         """Everything after the attention proper: x [..., T, D], attended [..., H, T, d]."""
-        x = x + self.self_attn.merge(attended)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        merged_heads = self.self_attn.merge(attended)
+        if kernels is None:
+            x = x + merged_heads
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.attention_conv.convolve(merged_heads, kernels, 1)
+        normed = self.post_attention_layernorm(x)
+        kernels = self.mlp_conv.kernels(normed)
+        inner = self.mlp(self.mlp_conv.convolve(normed, kernels, 0))
+        return x + self.mlp_conv.convolve(inner, kernels, 1)
 
 
 class DFlashNetwork(nn.Module):
-    """Context projection, layers and final norm, under the published tensor names."""
+    """Context projection, layers and final norm, under the published tensor names, and what a form
+    has besides: an embedding, an LM head, a part `path` that reads the tokens chosen before.
+    """
+
+    d2t: Tensor  # [rows of the LM head] int64: target id of draft id i is i + d2t[i]
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         shape = config.layers
+        width, vocabulary = shape.hidden_size, shape.vocab_size
         self.config = config
-        self.layers = nn.ModuleList(DFlashLayer(shape) for _ in range(shape.num_hidden_layers))
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        read = len(config.target_layer_ids) * shape.hidden_size
-        self.fc = nn.Linear(read, shape.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            DFlashLayer(shape, config.convolution) for _ in range(shape.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(width, eps=shape.rms_norm_eps)
+        self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, eps=shape.rms_norm_eps)
         self.rotary = Qwen3RotaryEmbedding(shape)
+        if config.embeds:
+            self.embed_tokens = nn.Embedding(vocabulary, width)
+        rows = config.draft_vocab_size or vocabulary
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(width, rows, bias=False)
+            if rows != vocabulary:
+                self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64))
+        self.path: PathHead | PathState | None = None
+        if config.path is not None and config.path.kind == "selector":
+            own = config.path
+            selector = PathHeadConfig(own.kind, own.rank, width, vocabulary, own.top_k, None)
+            self.path = new_path_head(selector)
+        elif config.path is not None:
+            self.path = new_path_state(config.path, width, vocabulary, rows)
 
     @property
     def stack(self) -> list[DFlashLayer]:
         """The layers, with their type."""
         return cast("list[DFlashLayer]", list(self.layers))
+
+    @property
+    def first(self) -> int:
+        """The first slot of a block that drafts."""
+        return 0 if self.config.shift else 1
+
+    @cached_property
+    def sights(self) -> list[Sight]:
+        """What each layer sees."""
+        return list(self.config.sights or [Sight()] * len(self.layers))
 
     def context(self, features: Tensor) -> Tensor:
         """H_context [..., C, D] of target features [..., C, n * D]."""
@@ -199,6 +184,19 @@ class DFlashNetwork(nn.Module):
         like = torch.empty(0, dtype=dtype, device=positions.device)
         cos, sin = self.rotary(like, positions[None])
         return cos[0], sin[0]
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target ids of ids of the LM head's rows, any shape."""
+        return draft_ids + self.d2t[draft_ids] if hasattr(self, "d2t") else draft_ids
+
+    def over_vocabulary(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] of those [..., rows] of an LM head that knows a part of it."""
+        if not hasattr(self, "d2t"):
+            return logits
+        rows = torch.arange(len(self.d2t), device=logits.device)
+        lowest = torch.finfo(logits.dtype).min  # not -inf: nothing times it is no number
+        whole = logits.new_full((*logits.shape[:-1], self.config.layers.vocab_size), lowest)
+        return whole.index_copy_(-1, self.target_ids(rows), logits)
 
     def read(
         self,
@@ -216,26 +214,33 @@ class DFlashNetwork(nn.Module):
             )
 
     def block(self, x: Tensor, slab: Tensor, start: int, cos: Tensor, sin: Tensor) -> Tensor:
-        """Final hidden states [R, B - 1, D] of one block per sequence, without the anchor's.
+        """Final hidden states [R, S, D] of the drafting slots of one block per sequence.
 
         x [R, B, D] stands behind `start` positions of the slab of a cache, which hold the context;
         cos and sin [B, d] are of its own positions. The slab keeps nothing of it that counts.
         """
         end = start + x.shape[1]
-        for layer, held in zip(self.stack, slab, strict=True):
+        at, places = x.new_tensor([start], dtype=torch.int64), torch.arange(start, device=x.device)
+        seen: dict[Sight, Tensor | None] = {Sight(): None}
+        for sight in self.sights:
+            if sight not in seen:
+                of_context, of_block = hidden_from(sight, at, places, x.shape[1])
+                seen[sight] = ~torch.cat([of_context[0], of_block], dim=1)
+        for layer, held, sight in zip(self.stack, slab, self.sights, strict=True):
             attention = layer.self_attn
-            normed = layer.input_layernorm(x)
+            entered, kernels = layer.enter(x)
             held[0, :, :, start:end], held[1, :, :, start:end] = attention.keys_values(
-                normed, cos, sin
+                entered, cos, sin
             )
             attended = F.scaled_dot_product_attention(
-                attention.queries(normed, cos, sin),
+                attention.queries(entered, cos, sin),
                 held[0, :, :, :end],
                 held[1, :, :, :end],
+                attn_mask=seen[sight],
                 enable_gqa=True,
             )
-            x = layer.finish(x, attended)
-        return self.norm(x[:, 1:])
+            x = layer.finish(x, attended, kernels)
+        return self.norm(x[:, self.first :])
 
     def forward(
         self,
@@ -255,13 +260,37 @@ class DFlashNetwork(nn.Module):
         slots = anchors[:, None] + torch.arange(n_slots, device=anchors.device)  # [A, B]
         cos, sin = self.rope(slots.flatten(), context.dtype)
         block_rope = (cos.view(n_blocks, 1, n_slots, -1), sin.view(n_blocks, 1, n_slots, -1))
-        hidden_from = places[None, :] >= anchors[:, None]  # [A, C]
+        masks: dict[Sight, tuple[Tensor, Tensor | None]] = {
+            Sight(): (places[None, :] >= anchors[:, None], None)  # [A, C]
+        }
+        for sight in self.sights:
+            if sight not in masks:
+                masks[sight] = hidden_from(sight, anchors, places, n_slots)
         x = blocks
-        for layer in self.stack:
+        for layer, sight in zip(self.stack, self.sights, strict=True):
             attention = layer.self_attn
-            normed = layer.input_layernorm(x)
+            entered, kernels = layer.enter(x)
             context_kv = attention.keys_values(context, *context_rope)
-            block_kv = attention.keys_values(normed, *block_rope)
-            queries = attention.queries(normed, *block_rope)
-            x = layer.finish(x, packed_attention(queries, context_kv, block_kv, hidden_from))
+            block_kv = attention.keys_values(entered, *block_rope)
+            queries = attention.queries(entered, *block_rope)
+            attended = packed_attention(queries, context_kv, block_kv, *masks[sight])
+            x = layer.finish(x, attended, kernels)
         return self.norm(x)
+
+
+def hidden_from(
+    sight: Sight, anchors: Tensor, places: Tensor, n_slots: int
+) -> tuple[Tensor, Tensor]:
+    """Where slots must not look: context at `places` [C], [A, B, C], and their block, [B, B]."""
+    slots = torch.arange(n_slots, device=anchors.device)
+    behind = slots[:, None] - slots  # [B, B] how far before a slot the other lies
+    in_block = behind < 0 if sight.causal else torch.zeros_like(behind, dtype=torch.bool)
+    in_context = (places >= anchors[:, None])[:, None, :].expand(-1, n_slots, -1)
+    if sight.window is not None:
+        if sight.from_anchor:
+            away = (anchors[:, None] - places)[:, None, :] > sight.window
+        else:
+            away = (anchors[:, None] + slots)[..., None] - places >= sight.window
+            in_block = in_block | (behind.abs() >= sight.window)
+        in_context = in_context | away
+    return in_context, in_block

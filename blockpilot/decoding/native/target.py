@@ -26,7 +26,7 @@ from blockpilot.decoding.native.stack import (
     working_dtype,
 )
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.target import Target
+from blockpilot.decoding.target import LogitShape, Target
 from blockpilot.decoding.types import Branches, Forward
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -104,11 +104,12 @@ class NativeTarget(Target):
         super().capture(layer_ids)
         self._layer_ids = tuple(layer_ids)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of LM-head inputs [..., D]: those that the model itself would give."""
+    def logits(self, hidden: Tensor, shape: LogitShape | None = None) -> Tensor:
+        """Logits [..., V] of LM-head inputs [..., D]: those that the model itself would give, or
+        with another shape."""
         if hidden.numel() > MOST_ROWS * hidden.shape[-1]:
-            return super().logits(hidden)
-        return self.logit_shape(linear(hidden, self._head.weight, self._head.bias))
+            return super().logits(hidden, shape)
+        return (shape or self.logit_shape)(linear(hidden, self._head.weight, self._head.bias))
 
     def choose(self, sampler: KeyedSampler, logits: Tensor, positions: Tensor) -> Tensor:
         """Tokens [n] that the sampler chooses for logits [n, V]; -1 where they are not finite."""

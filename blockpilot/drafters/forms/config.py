@@ -115,6 +115,10 @@ class ConfigReader:
                 )
         return given[0][1] if given else None
 
+    def peek(self, key: str) -> Any:
+        """The value of a key that is still to be taken, None where there is none."""
+        return self._left.get(key)
+
     def expect(self, keys: str | Iterable[str], *allowed: Any) -> None:
         """Keys at the values that the network stands for; others are told by `refuse_unread`."""
         for key in (keys,) if isinstance(keys, str) else keys:
@@ -176,6 +180,21 @@ class ConfigReader:
         if self._left.get("use_sliding_window") is False:  # then its width is of no matter
             self.take("sliding_window")
 
+    def flag(self, *keys: str) -> bool | None:
+        """True or false, None where there is none (UserError for anything else)."""
+        value = self.take(*keys)
+        if value is not None and not isinstance(value, bool):
+            self.refuse(f"config.json says {_told(keys[-1], value)}, allowed are true and false")
+        return value
+
+    def positive(self, key: str, value: Any, default: float | None = None) -> float | None:
+        """A number > 0, the default where there is none (UserError for anything else)."""
+        if value is None:
+            return default
+        if not _is_number(value) or not 0 < value < math.inf:
+            self.refuse(f"{key}={value} must be a number > 0")
+        return float(value)
+
     def layer_ids(self, key: str, value: Any) -> tuple[int, ...]:
         """Target layers that a file names; which of them exist is `check_layers`'s to say."""
         if value is None:
@@ -195,9 +214,7 @@ class ConfigReader:
             key: value for key, value in rope.items() if key not in ("rope_type", "truncate")
         }
         for key, value in {"rms_norm_eps": given.get("rms_norm_eps", 1e-6), **numbers}.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value < math.inf:
-                self.refuse(f"{key}={value} must be a number > 0")
+            self.positive(key, value)
         known = ("head_dim", "max_position_embeddings")
         self.whole(given, [key for key in known if key in given], least=1)
         heads, groups = given["num_attention_heads"], given["num_key_value_heads"]
@@ -249,6 +266,10 @@ def _plain() -> dict[str, Any]:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _told(key: str, value: Any) -> str:
