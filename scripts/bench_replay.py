@@ -19,7 +19,7 @@ from blockpilot.decoding.answers import Answer, answer
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.replay import anchors_per_chunk, free_memory, replay
 from blockpilot.decoding.sampling import KeyedSampler
-from blockpilot.decoding.target import Target
+from blockpilot.decoding.target import LogitShape, Target
 from blockpilot.decoding.types import Block, Trace
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.generate import Pair
@@ -118,9 +118,9 @@ def _head_rows(target: Target, job: Callable[[], object]) -> int:
     """Rows that a replay sends through the LM head."""
     asked, head = [0], target.logits
 
-    def counting(hidden: torch.Tensor) -> torch.Tensor:
+    def counting(hidden: torch.Tensor, shape: LogitShape | None = None) -> torch.Tensor:
         asked[0] += hidden.shape[:-1].numel()
-        return head(hidden)
+        return head(hidden, shape)
 
     target.logits = counting  # type: ignore[method-assign]
     try:

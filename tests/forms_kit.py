@@ -9,6 +9,8 @@ from typing import Any
 
 from decoding_kit import VOCAB
 
+from blockpilot.drafters.forms.dflash import PathShape, Sight
+
 Raw = dict[str, Any]
 MASK = VOCAB - 1
 WEIGHTS = Path(__file__).parents[1] / "blockpilot" / "drafters" / "weights"
@@ -43,6 +45,7 @@ QWEN3_8B: Raw = {
 }
 LAYERS = [1, 9, 17, 25, 33]
 OWN: Raw = {"mask_token_id": 151669, "target_layer_ids": LAYERS}
+NESTED = ("dflash_config", "transformer_layer_config")
 SIZES: Raw = {
     "block_size": 5,
     "head_dim": 8,
@@ -98,72 +101,164 @@ SLIDING = {
     "sliding_window": 2048,
     "use_sliding_window": True,
 }
-# With the key that says so.
-NOT_BUILT: dict[str, tuple[Raw, str]] = {
-    "DFlash2": (
-        dflash(
-            {
-                "block_size": 16,
-                "conv_group_size": 16,
-                "conv_kernel_size": 2,
-                "final_logit_softcapping": 20.0,
-                "output_multiplier": 0.196,
-                "selector_rank": 256,
-                "selector_top_k": 16,
-            },
-            architectures=["DFlash2DraftModel"],
-            is_causal=False,
-            pad_token_id=200018,
-            transformers_version="5.15.0",
-            **SLIDING,
-        ),
-        "architectures",
+DFLASH2 = dflash(
+    {
+        "block_size": 16,
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "final_logit_softcapping": 20.0,
+        "output_multiplier": 0.196,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+    },
+    architectures=["DFlash2DraftModel"],
+    is_causal=False,
+    pad_token_id=200018,
+    transformers_version="5.15.0",
+    **SLIDING,
+)
+SPECULATORS: Raw = {
+    "architectures": ["DFlashDraftModel"],
+    "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+    "block_size": 8,
+    "draft_vocab_size": 32000,
+    "mask_token_id": 151669,
+    "speculators_config": {"algorithm": "dflash"},
+    "speculators_model_type": "dflash",
+    "transformer_layer_config": without(QWEN3_8B, "num_target_layers"),
+}
+DOMINO = {
+    "projector_type": "domino",
+    "pure_draft_prefix_len": 1,
+    "emb_dim": 256,
+    "gru_hidden_dim": 1024,
+    "shift_label": True,
+}
+# By form: what is published, and what the description of the network says beside the layers.
+BLOCK_FORMS: dict[str, tuple[Raw, Raw]] = {
+    "z-lab": (dflash(), {"trained_slots": 16, "plain": True}),
+    "z-lab, sliding": (
+        dflash(**SLIDING | {"layer_types": ["sliding_attention"] * 4 + ["full_attention"]}),
+        {"sights": (Sight(2048, causal=True),) * 4 + (Sight(),)},
     ),
-    "speculators": (
+    "z-lab, sliding, not causal": (
+        dflash(is_causal=False, **SLIDING),
+        {"sights": (Sight(2048),) * 5},
+    ),
+    "Gemma 4": (
+        dflash({"input_embedding_scale": 73.3, "final_logit_softcapping": 30.0}),
+        {"embedding_scale": 73.3, "output_multiplier": 1.0, "final_logit_softcapping": 30.0},
+    ),
+    "DFlash2": (
+        DFLASH2,
         {
-            "architectures": ["DFlashDraftModel"],
-            "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
-            "block_size": 8,
-            "draft_vocab_size": 32000,
-            "mask_token_id": 151669,
-            "speculators_config": {"algorithm": "dflash"},
-            "speculators_model_type": "dflash",
-            "transformer_layer_config": QWEN3_8B,
+            "sights": (Sight(2048),) * 5,
+            "convolution": (2, 16),
+            "path": PathShape("selector", 256, top_k=16),
+            "output_multiplier": 0.196,
         },
-        "speculators_model_type",
+    ),
+    "JetSpec": (dflash({"causal_head": True}), {"sights": (Sight(causal=True),) * 5}),
+    "Domino": (
+        dflash(DOMINO, emb_dim=256),
+        {
+            "shift": True,
+            "trained_slots": 17,
+            "path": PathShape("domino", 256, state=1024, skipped=1),
+        },
+    ),
+    "Domino, filling": (
+        dflash(
+            without(DOMINO, "shift_label", "pure_draft_prefix_len"),
+            architectures=["DominoDraftModel"],
+        ),
+        {"shift": False, "path": PathShape("domino", 256, state=1024)},
+    ),
+    "SpecForge dspark": (
+        dflash({"projector_type": "dspark", **SPARK}),
+        {"shift": True, "path": PathShape("vanilla", 256), "embeds": False},
     ),
     "DeepSpec dspark": (
         without(dflash(architectures=["Qwen3DSparkModel"], **OWN, **SPARK), "dflash_config"),
-        "architectures",
+        {
+            "shift": True,
+            "path": PathShape("vanilla", 256),
+            "embeds": True,
+            "draft_vocab_size": 151936,
+        },
     ),
-    "DeepSpec dflash": (  # marked by nothing but its architecture
-        without(dflash(architectures=["Qwen3DSparkModel"], markov_rank=0, **OWN), "dflash_config"),
-        "architectures",
-    ),
-    "Domino": (
-        dflash(
-            {
-                "projector_type": "domino",
-                "pure_draft_prefix_len": 1,
-                "emb_dim": 256,
-                "gru_hidden_dim": 1024,
-                "shift_label": True,
-            },
-            emb_dim=256,
+    "DeepSpec dspark, gated": (
+        without(
+            dflash(
+                architectures=["Qwen3DSparkModel"],
+                **OWN,
+                **SPARK | {"markov_head_type": "gated", "enable_confidence_head": False},
+            ),
+            "dflash_config",
         ),
+        {"path": PathShape("gated", 256)},
+    ),
+    "DeepSpec dspark, rnn": (
+        without(
+            dflash(
+                architectures=["Qwen3DSparkModel"], **OWN, **SPARK | {"markov_head_type": "rnn"}
+            ),
+            "dflash_config",
+        ),
+        {"path": PathShape("rnn", 256)},
+    ),
+    "DeepSpec dflash": (
+        without(dflash(architectures=["Qwen3DSparkModel"], markov_rank=0, **OWN), "dflash_config"),
+        {"shift": True, "path": None, "embeds": True, "trained_slots": 17},
+    ),
+    "speculators dflash": (
+        SPECULATORS,
+        {"target_layer_ids": (1, 9, 17, 25, 33), "draft_vocab_size": 32000, "shift": False},
+    ),
+    "speculators dflash, sliding": (
+        SPECULATORS
+        | {
+            "sample_from_anchor": True,
+            "transformer_layer_config": without(QWEN3_8B, "num_target_layers") | SLIDING,
+        },
+        {"sights": (Sight(2048, causal=True, from_anchor=True),) * 5, "shift": True},
+    ),
+    "speculators dflash2": (
+        without(SPECULATORS, "draft_vocab_size") | {"speculators_model_type": "dflash2"},
+        {
+            "convolution": (2, 16),
+            "path": PathShape("selector", 256, top_k=16),
+            "draft_vocab_size": None,
+        },
+    ),
+    "speculators dspark": (
+        SPECULATORS
+        | {"speculators_model_type": "dspark", "sliding_window_non_causal": True}
+        | SPARK,
+        {"path": PathShape("vanilla", 256), "shift": True, "draft_vocab_size": 32000},
+    ),
+}
+# With the key that says so.
+NOT_BUILT: dict[str, tuple[Raw, str]] = {
+    "SpecForge dspark, another attention": (
+        dflash({"projector_type": "dspark", "attention_mode": "x", **SPARK}),
+        "dflash_config.attention_mode",
+    ),
+    "JetSpec of a narrower target": (
+        dflash({"causal_head": True, "target_hidden_size": 2048}),
+        "dflash_config.target_hidden_size",
+    ),
+    "DFlash2 with fewer tokens to choose": (
+        DFLASH2 | {"selector_vocab_size": 32000},
+        "selector_vocab_size",
+    ),
+    "another projector": (
+        dflash({"projector_type": "x"}),
         "dflash_config.projector_type",
     ),
-    "SpecForge dspark": (
-        dflash({"projector_type": "dspark", "attention_mode": "full", **SPARK}),
-        "dflash_config.projector_type",
-    ),
-    "JetSpec": (dflash({"causal_head": True}), "dflash_config.causal_head"),
-    "z-lab, sliding": (dflash(**SLIDING), "layer_types"),
-    "Gemma 4": (
-        dflash({"input_embedding_scale": 73.3, "final_logit_softcapping": 30.0}),
-        "dflash_config.input_embedding_scale",
-    ),
+    "a Markov head without its form": (dflash(SPARK), "dflash_config.markov_rank"),
     "another base": (dflash(model_type="llama"), "model_type"),
+    "another network": (dflash(architectures=["X"]), "architectures"),
 }
 
 EAGLE3 = without(QWEN3_8B, "dtype", "layer_types", "num_target_layers") | {
@@ -206,6 +301,6 @@ def shrunk(raw: Raw, **sizes: Any) -> Raw:
     """The same keys for a tiny target: sizes are replaced where the file has them."""
     small = SIZES | sizes
     return {
-        key: shrunk(value, **sizes) if key == "dflash_config" else small.get(key, value)
+        key: shrunk(value, **sizes) if key in NESTED else small.get(key, value)
         for key, value in raw.items()
     }

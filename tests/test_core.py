@@ -9,7 +9,7 @@ from pathlib import Path
 from decoding_kit import tiny_target
 from stages_kit import environment
 
-from blockpilot.drafters.dflash import random_network, save_network
+from blockpilot.drafters.dflash_load import random_network, save_network
 
 SCRIPT = """
 import sys

@@ -134,7 +134,7 @@ def inference_hidden(drafter: DFlashDrafter, seen: View, n_slots: int) -> tuple[
     head = drafter._target.logits
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            drafter._target, "logits", lambda hidden: (caught.append(hidden), head(hidden))[1]
+            drafter._target, "logits", lambda hidden, _: (caught.append(hidden), head(hidden))[1]
         )
         draft = drafter.draft(seen, n_slots)
     return caught[0], draft.tokens.tolist()

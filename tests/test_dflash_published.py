@@ -11,7 +11,7 @@ from decoding_kit import VOCAB, tiny_target
 from safetensors.torch import load_file
 
 from blockpilot.base.errors import UserError
-from blockpilot.drafters.dflash import load_network, new_config, random_network, save_network
+from blockpilot.drafters.dflash_load import load_network, new_config, random_network, save_network
 from blockpilot.drafters.dflash_net import DFlashNetwork, default_layer_ids
 from blockpilot.drafters.forms.dflash import DFlashConfig
 

@@ -29,7 +29,7 @@ from blockpilot.app.target import load_target
 from blockpilot.base.errors import UserError
 from blockpilot.base.provenance import digest
 from blockpilot.distill import __main__ as distill
-from blockpilot.drafters.dflash import random_network, save_network
+from blockpilot.drafters.dflash_load import random_network, save_network
 from blockpilot.records.store import read_records
 from blockpilot.sweep import __main__ as sweep
 from blockpilot.sweep import rows

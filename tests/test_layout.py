@@ -61,7 +61,7 @@ def test_drafters_and_policies_do_not_import_each_other(graph: grimp.ImportGraph
     shared = (
         "drafters.forms",
         "drafters.layers",
-        "drafters.path_head",
+        "drafters.path_",
         "policies.tree",
         "policies.cells",
         "policies.calibration",

@@ -22,7 +22,7 @@ from blockpilot.distill.blocks import (
     unused_id,
 )
 from blockpilot.distill.losses import CandidateHead, cross_entropies, soft_targets
-from blockpilot.drafters.dflash import new_config
+from blockpilot.drafters.dflash_load import new_config
 from blockpilot.drafters.dflash_net import DFlashNetwork
 
 

@@ -25,13 +25,8 @@ from blockpilot.distill.corpus import Corpus, Example
 from blockpilot.distill.losses import CandidateHead, Candidates, cross_entropies, soft_targets
 from blockpilot.distill.recipe import FINAL_NORM, Autocast, Blueprint, walked_tau
 from blockpilot.distill.states import input_dtype, states_of
-from blockpilot.drafters.dflash import (
-    DFlashDrafter,
-    check_fits,
-    load_network,
-    new_config,
-    save_network,
-)
+from blockpilot.drafters.dflash import DFlashDrafter
+from blockpilot.drafters.dflash_load import check_fits, load_network, new_config, save_network
 from blockpilot.drafters.dflash_net import DFlashNetwork
 from blockpilot.drafters.forms.dflash import DFlashConfig
 from blockpilot.policies.fixed import FixedPolicy

@@ -34,10 +34,11 @@ from blockpilot.distill.dflash import blocks_of
 from blockpilot.distill.losses import Candidates
 from blockpilot.distill.recipe import Autocast, Blueprint, walked_tau
 from blockpilot.distill.states import input_dtype, states_of
-from blockpilot.drafters.dflash import DFlashDrafter, load_network
+from blockpilot.drafters.dflash import DFlashDrafter
+from blockpilot.drafters.dflash_load import load_network
 from blockpilot.drafters.dflash_net import DFlashNetwork
-from blockpilot.drafters.forms.dflash import DFlashConfig
 from blockpilot.drafters.forms.checkpoints import read_checkpoint
+from blockpilot.drafters.forms.dflash import DFlashConfig
 from blockpilot.drafters.path_head import (
     TOP_K,
     PathHead,

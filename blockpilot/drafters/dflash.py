@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,24 +15,26 @@ from torch import Tensor
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.compiled import CompiledTarget
 from blockpilot.decoding.native.stack import CAUSAL, MOST_ROWS, WHOLE, Rope, Stack, linear
-from blockpilot.decoding.paths import greedy_chain, within
+from blockpilot.decoding.paths import greedy_chain
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.target import LogitShape
-from blockpilot.decoding.types import Draft, Shortlist, Verdict, View
-from blockpilot.drafters.dflash_net import DFlashNetwork, default_layer_ids
+from blockpilot.decoding.types import Draft, Verdict, View
+from blockpilot.drafters.dflash_load import check_fits, load_network
+from blockpilot.drafters.dflash_net import DFlashNetwork
+from blockpilot.drafters.dflash_proposals import (
+    BlockProposals,
+    PathBlockProposals,
+    StateBlockProposals,
+    shortlist,
+)
 from blockpilot.drafters.dflash_static import StaticBlocks
 from blockpilot.drafters.forms.checkpoints import (
-    fill_network,
     fingerprint_of,
-    read_checkpoint,
-    save_checkpoint,
     settle,
     size_of,
 )
-from blockpilot.drafters.forms.config import ConfigReader, check_layers
-from blockpilot.drafters.forms.dflash import DFlashConfig, Sight
-from blockpilot.drafters.forms.dflash_tensors import network_tensors
-from blockpilot.drafters.layers import native_stack, new_shape
+from blockpilot.drafters.forms.dflash import Sight
+from blockpilot.drafters.layers import native_stack
 from blockpilot.drafters.path_head import PathHead, load_path_head
 from blockpilot.drafters.path_state import PathState
 
@@ -304,150 +303,3 @@ class DFlashDrafter:
             return outputs.hidden.to(x.dtype)
         slab = self._slab[:, :, None]
         return self.network.block(x[None], slab, start, rope.cos, rope.sin)[0]
-
-
-@dataclass(frozen=True)
-class BlockProposals:
-    """Drafts of many blocks; the LM head runs where it is asked to."""
-
-    hidden: Tensor  # [A, S, D]
-    head_logits: Callable[[Tensor], Tensor]  # [..., D] -> [..., rows of the LM head]
-    network: DFlashNetwork
-
-    def logits(self, rows: Tensor, slot: int) -> Tensor:
-        """Logits [n, V] of one slot of the anchors `rows` [n]."""
-        return self.network.over_vocabulary(self.head_logits(self.hidden[rows, slot]))
-
-
-@dataclass(frozen=True)
-class StateBlockProposals(BlockProposals):
-    """Drafts of many blocks with the logits behind each one's greedy chain."""
-
-    vectors: Tensor  # [A, S, r]
-
-    def logits(self, rows: Tensor, slot: int) -> Tensor:
-        """As of `BlockProposals`, with what the chain's tokens add."""
-        path = self.network.path
-        assert isinstance(path, PathState)
-        logits = self.head_logits(self.hidden[rows, slot])
-        return self.network.over_vocabulary(logits + self.vectors[rows, slot] @ path.output.T)
-
-
-@dataclass(frozen=True)
-class PathBlockProposals(BlockProposals):
-    """Drafts of many blocks whose tokens a path head decides."""
-
-    anchors: Tensor  # [A] tokens
-    head: PathHead
-
-    @property
-    def n_scored(self) -> int:
-        """Best tokens of a slot that the head scores."""
-        return self.head.config.top_k
-
-    def bias(self, rows: Tensor, slot: int, before: Tensor, tokens: Tensor) -> Tensor:
-        """What the logits of `tokens` [n, K] gain behind each of `before` [n, J]: [n, J, K]."""
-        found: Tensor = self.head(self.hidden[rows, slot], before, tokens)
-        return torch.zeros_like(found) if slot == 0 and self.head.config.skips_first else found
-
-
-def shortlist(head: PathHead, hidden: Tensor, logits: Tensor, anchors: Tensor) -> Shortlist:
-    """What a head says of the best tokens of blocks with states [..., B - 1, D], logits
-    [..., B - 1, V] and anchor tokens [...]."""
-    top = logits.float().topk(min(head.config.top_k, logits.shape[-1]), dim=-1)
-    bias = head.of_block(hidden, anchors, top.indices)
-    return Shortlist(top.indices, top.values, within(top.values, bias))
-
-
-def load_network(
-    checkpoint: str, target: TargetModel, ignore_keys: Sequence[str] = ()
-) -> DFlashNetwork:
-    """The network of a checkpoint in the published form, in float32.
-
-    Raises UserError when it is missing, unreachable, incomplete, of other shapes or says in a key
-    outside `ignore_keys` what is not built.
-    """
-    if checkpoint == "random":
-        ConfigReader({}, checkpoint, ignore_keys)
-        return random_network(target)
-    raw, weights = read_checkpoint(checkpoint)
-    config = DFlashConfig.parse(raw, checkpoint, ignore_keys, weights)
-    check_fits(config, target, checkpoint)
-    network = DFlashNetwork(config)
-    fill_network(network, network_tensors(config, weights, checkpoint), checkpoint)
-    return network
-
-
-def check_fits(config: DFlashConfig, target: TargetModel, where: str) -> None:
-    """Refuse a drafter of another target by the first mismatch (UserError)."""
-    target_config = target.config
-    for what, drafter, wanted in (
-        ("num_target_layers", config.num_target_layers, target_config.num_hidden_layers),
-        ("hidden_size", config.layers.hidden_size, target_config.hidden_size),
-        ("vocab_size", config.layers.vocab_size, target_config.vocab_size),
-    ):
-        if drafter not in (None, wanted):
-            raise UserError(
-                f"drafter {where}: {what}={drafter}, the target has {wanted}; "
-                "it was trained for another target"
-            )
-    check_layers(config.target_layer_ids, target_config.num_hidden_layers, where)
-    rows = config.layers.vocab_size if config.embeds else target.embed_rows
-    if not 0 <= config.mask_token_id < rows:
-        whose = "drafter" if config.embeds else "target"
-        raise UserError(
-            f"drafter {where}: mask_token_id={config.mask_token_id}, "
-            f"allowed are 0..{rows - 1} (embedding rows of the {whose})"
-        )
-
-
-def new_config(
-    target: TargetModel,
-    *,
-    n_layers: int,
-    n_target_layers: int,
-    block_size: int,
-    mask_token_id: int,
-) -> DFlashConfig:
-    """A drafter as wide as its target, reading `n_target_layers` evenly spaced layers."""
-    target_config: Any = target.config
-    depth = target_config.num_hidden_layers
-    if depth < 2:
-        raise UserError(
-            f"a DFlash drafter reads layers before the last one; {target.name} has only 1 layer"
-        )
-    room = max(1, depth - 3)
-    if n_target_layers > room:
-        raise UserError(
-            f"n_target_layers={n_target_layers}: a target of {depth} layers has room for 1..{room}"
-        )
-    raw = {
-        **new_shape(target_config),
-        "num_hidden_layers": n_layers,
-        "block_size": block_size,
-        "mask_token_id": mask_token_id,
-        "num_target_layers": depth,
-        "target_layer_ids": default_layer_ids(depth, n_target_layers),
-        "input_embedding_scale": target.embedding_scale,
-    }
-    return DFlashConfig.parse(raw, "new")
-
-
-def random_network(target: TargetModel) -> DFlashNetwork:
-    """Five layers, block 16, reading five target layers (fewer on shallow targets): random."""
-    depth = target.config.num_hidden_layers
-    config = new_config(
-        target,
-        n_layers=min(5, depth),
-        n_target_layers=min(5, max(1, depth - 3)),
-        block_size=16,
-        mask_token_id=target.embed_rows - 1,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return DFlashNetwork(config)
-
-
-def save_network(network: DFlashNetwork, folder: Path) -> None:
-    """Write config.json and bf16 safetensors in the published form."""
-    save_checkpoint(network, network.config.published(), folder)

@@ -24,6 +24,7 @@ from blockpilot.drafters.layers import SwiGLU, merged, packed_attention, rotate,
 from blockpilot.drafters.path_head import PathHead, PathHeadConfig, new_path_head
 from blockpilot.drafters.path_state import PathState, new_path_state
 
+
 def default_layer_ids(num_target_layers: int, n: int) -> tuple[int, ...]:
     """n target layers evenly spaced from 1 to L - 3; for n = 1 the middle one, never the last."""
     if n == 1:

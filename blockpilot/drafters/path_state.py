@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +115,9 @@ class DominoState(PathState):
 
     @property
     def output(self) -> Tensor:
-        return self.embed_proj[2].weight
+        weight = self.embed_proj[2].weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     def begin(self, hidden: Tensor) -> Tensor:
         return hidden.new_zeros(len(hidden), self.prefix_gru.hidden_size)
@@ -122,8 +125,8 @@ class DominoState(PathState):
     def step(
         self, state: Tensor, hidden: Tensor, before: Tensor, embedding: Tensor
     ) -> tuple[Tensor, Tensor]:
-        gru = self.prefix_gru
-        state = torch.gru_cell(embedding, state, gru.weight_ih_l0, gru.weight_hh_l0)
+        weights: Any = self.prefix_gru
+        state = torch.gru_cell(embedding, state, weights.weight_ih_l0, weights.weight_hh_l0)
         return F.silu(self.embed_proj[0](torch.cat([hidden, state], dim=-1))), state
 
 

@@ -41,7 +41,8 @@ def network_tensors(
         found[name] = tensor
     if config.form in ("DeepSpec", "SpecForge dspark", "speculators dspark"):
         found = {key: value for key, value in found.items() if not key.startswith(_CONFIDENCE)}
-    _draft_vocabulary(config, found, where)
+    if config.form.startswith("speculators"):
+        _draft_vocabulary(config, found, where)
     return found
 
 
