@@ -9,14 +9,18 @@ from typing import Any
 
 import forms_kit as forms
 import pytest
+import reference as ref
 import torch
 from decoding_kit import PROMPT, plain, sampler, tiny_target, with_stops
 from safetensors.torch import save_file
+from test_dflash import view
 from test_replay import compare
 from torch import Tensor
 
 from blockpilot.base.errors import UserError
 from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.native import compiler
+from blockpilot.decoding.native.target import NativeTarget
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.dflash_net import DFlashNetwork
 from blockpilot.drafters.forms.dflash import DFlashConfig
@@ -149,6 +153,26 @@ def test_a_form_is_under_the_law_and_replayed_as_decoded(name: str, tmp_path: Pa
             method.bind(target)
             assert decode(target, method, PROMPT, choose, 16).tokens == wanted
     compare(target, drafter, 1.0, chunk=7)
+
+
+@pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", forms.BLOCK_FORMS)
+def test_a_form_drafts_the_same_with_kernels(name: str, tmp_path: Path) -> None:
+    eager, drafter = tiny_target("qwen3"), loaded(name, tmp_path)
+    native = NativeTarget(eager)
+    ids = torch.tensor(PROMPT * 4)
+    found = []
+    for target in (eager, native):
+        drafter.bind(target)
+        features = ref.reference_features(eager.model, ids.tolist(), drafter.feature_layers)
+        seen = view(target, ids, 19, features[:19])
+        drafter.start(seen, 40)
+        found.append(drafter.draft(seen, 6))
+    for draft in found:
+        assert draft.tokens.tolist() == found[0].tokens.tolist()
+        torch.testing.assert_close(draft.logits, found[0].logits)
+    kernels = drafter._stack is not None
+    assert kernels == ("sliding" not in name and "DFlash2" not in name and "dflash2" not in name)
 
 
 @pytest.mark.parametrize("name", forms.BLOCK_FORMS)
