@@ -38,6 +38,7 @@ from blockpilot.distill.corpus import Corpus
 from blockpilot.distill.dflash import replayed_tau
 from blockpilot.distill.responses import Request, shard_file, write_responses
 from blockpilot.distill.trainer import DrafterTrainer
+from blockpilot.drafters.__main__ import described
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.policies.fixed import FixedPolicy
 from blockpilot.prompts.base import Prompt
@@ -69,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     def log(tracker: NullTracker, values: Mapping[str, float], *, step: int) -> None:
         losses.extend(value for key, value in values.items() if key == "train/loss")
 
-    arguments = distill_arguments(folder, distill_prompts(folder), *HEART)
+    arguments = distill_arguments(folder, distill_prompts(folder), *HEART, "export=speculators")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NullTracker, "log", log)
         drafter = performed(distill.run, "distill", *arguments, "training.evaluate_every=60")
@@ -97,6 +98,21 @@ def test_the_drafter_has_the_published_form(run: Run) -> None:
     wanted = {f"layers.0.{name}.weight" for name in layer}
     assert set(weights) == wanted | {"norm.weight", "fc.weight", "hidden_norm.weight"}
     assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def test_the_exported_drafter_is_the_same(run: Run) -> None:
+    """In speculators' form, which counts layers from the embeddings."""
+    beside = run.folder / "drafter-speculators"
+    config = json.loads((beside / "config.json").read_text())
+    assert config["speculators_model_type"] == "dflash"
+    assert config["aux_hidden_state_layer_ids"] == [3]
+    assert config["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
+    told, same = (dict(described(str(folder))) for folder in (run.drafter, beside))
+    for fact in ("reads layers", "block", "layers", "mask token", "parameters"):
+        assert told[fact] == same[fact]
+    one, other = (load_file(each / "model.safetensors") for each in (run.drafter, beside))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_the_card_tells_data_recipe_and_measurement(run: Run) -> None:

@@ -306,6 +306,7 @@ class DistillConfig(StageConfig):
     plan: bool
     prompts: PromptsConfig
     tracker: Any
+    export: str | None
     drafter: (
         str | None
     )  # null: the group's choice is the recipe's; a drafter's own settings mean nothing here

@@ -121,6 +121,7 @@ RULES = (
     one_of("attention", ATTENTION),
     one_of("engine", ENGINES),
     one_of("weights", WEIGHTS),
+    one_of("export", ("speculators",)),
     number("responses.limit", 1, _COUNT),
     Rule(
         "responses.limit_of",

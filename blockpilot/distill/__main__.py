@@ -29,6 +29,7 @@ from blockpilot.base.errors import UserError
 from blockpilot.base.files import make_folder, replace_file
 from blockpilot.base.launch import WAIT
 from blockpilot.base.provenance import facts
+from blockpilot.decoding.target import Target
 from blockpilot.distill.corpus import Corpus
 from blockpilot.distill.estimate import distill_estimate
 from blockpilot.distill.held_out import held_out_taus
@@ -37,6 +38,8 @@ from blockpilot.distill.prompts import distillation_prompts, requests
 from blockpilot.distill.recipe import Recipe
 from blockpilot.distill.responses import ResponseSettings, answer_all
 from blockpilot.distill.trainer import DrafterTrainer
+from blockpilot.drafters.forms.checkpoints import read_checkpoint, write_checkpoint
+from blockpilot.drafters.forms.speculators import exported
 from blockpilot.prompts.base import DISTILL, VALIDATION
 from blockpilot.records.settings import keep_settings
 
@@ -53,6 +56,8 @@ def run(cfg: DistillConfig) -> Path:
     block_size = cfg.new_drafter.block_size
     name = cfg.new_drafter.name or f"{cfg.model.name}-{recipe.name}-b{block_size}"
     finished = folder / name
+    if cfg.export is not None and recipe.name not in ("dflash", "eagle3"):
+        raise UserError(f"export={cfg.export}: a {recipe.name} has no such form; allowed is null")
     if cfg.plan:
         show_estimate(distill_estimate(cfg, recipe))
         return finished
@@ -124,6 +129,8 @@ def run(cfg: DistillConfig) -> Path:
         trainer.run(validation, tracker)
         if processes.is_main_process:
             student.save(finished)
+            if cfg.export is not None:
+                _export(finished, target, cfg.model.repo)
         processes.wait_for_everyone()
 
         # What is measured.
@@ -142,6 +149,15 @@ def run(cfg: DistillConfig) -> Path:
             log.info("drafter in %s, held-out macro tau %s", finished, taus)
     processes.wait_for_everyone()
     return finished
+
+
+def _export(finished: Path, target: Target, repo: str) -> None:
+    """Write a finished drafter in speculators' form too, beside its folder."""
+    architectures = target.model.config.architectures or [type(target.model).__name__]
+    config, weights = exported(*read_checkpoint(str(finished)), repo, architectures)
+    beside = finished.with_name(f"{finished.name}-speculators")
+    write_checkpoint(config, weights, beside)
+    log.info("in speculators' form: %s", beside)
 
 
 def shareable(cfg: DistillConfig) -> bool:

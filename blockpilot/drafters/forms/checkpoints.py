@@ -111,12 +111,21 @@ def size_of(network: nn.Module) -> str:
 
 def save_checkpoint(network: nn.Module, config: Mapping[str, Any], folder: Path) -> None:
     """Write config.json and safetensors, floats in bf16, in the published form."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     weights = {}
     for key, tensor in network.state_dict().items():
         dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
         weights[key] = tensor.detach().to("cpu", dtype).contiguous()
+    write_checkpoint(config, weights, folder)
+
+
+def write_checkpoint(
+    config: Mapping[str, Any], weights: Mapping[str, Tensor], folder: Path
+) -> None:
+    """Write config.json and safetensors as they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     scratch = folder / "model.safetensors.tmp"
-    scratch.write_bytes(save(weights, metadata={"format": "pt"}))  # save_file: for its user alone
+    scratch.write_bytes(
+        save(dict(weights), metadata={"format": "pt"})
+    )  # save_file: for its user alone
     scratch.rename(folder / "model.safetensors")

@@ -194,7 +194,7 @@ def _z_lab(raw: Mapping[str, Any], where: str, ignored: Sequence[str]) -> DFlash
     elif form in ("DeepSpec", "SpecForge dspark"):
         fields |= {"shift": True, "path": _markov(reader, _places, needed=form == "DeepSpec")}
         reader.expect(_places("sample_from_anchor"), True)
-        reader.expect(_places("attention_mode"), "full")
+        reader.expect(_places("attention_mode"), "gqa", "mha")  # as its heads are
     for key, built in _NEUTRAL.items():
         reader.expect(_places(key), *built)
     fields |= _shape(reader, where, _places)
@@ -261,6 +261,7 @@ def _speculators(
         Sight(window, causal, from_anchor=True) if window is not None else Sight()
         for window in windows
     )
+    reader.expect("target_hidden_size", layers.hidden_size)
     rows = reader.take("draft_vocab_size")
     reader.whole({"draft_vocab_size": rows}, ["draft_vocab_size"] if rows else [], least=1)
     fields["embeds"] = "embed_tokens.weight" in tensors
