@@ -161,7 +161,9 @@ RULES = (
 
 COMPONENT_RULES = (
     number("alpha", 0, 1000, above=True),
+    number("alternatives", 0, _BLOCK),
     number("block_size", 1, _BLOCK),
+    number("blocks", 1, _BLOCK),
     number("depth", 0, _BLOCK),
     whole("draft_vocabulary", 1, _COUNT),
     number("examples", 0, _COUNT),
