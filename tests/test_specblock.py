@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.native.compiler import compiler
+from blockpilot.decoding.native.target import NativeTarget
 from blockpilot.decoding.types import Draft, View
 from blockpilot.decoding.verify import accepted_path
 from blockpilot.drafters.specblock import SpecBlockDrafter, random_specblock
@@ -336,6 +338,20 @@ def test_its_trees_are_the_references(
     later = [rows for rows in drafter.rows[2:] if rows > 1]
     if table == TABLE and n_blocks > 1 and size > 2:
         assert max(later) < size, "no more blocks than nodes that are wanted"
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_the_kernels_propose_what_torch_does(tmp_path: Path) -> None:
+    folder, proposed = write(tmp_path, *published()), []
+    native = NativeTarget(tiny_target())
+    native.stop_ids = frozenset()
+    for target in (tiny_target(), native):
+        drafter = drafter_of(folder, alternatives=[2])
+        method = Method(drafter, FixedPolicy(block_size=16, block_mode="draft")).bind(target)
+        decode(target, method, PROMPT, sampler(1.0), 30)
+        proposed.append([(p, each.tokens.tolist(), each.parents) for p, each in drafter.drafts])
+        assert 4 < max(drafter.rows) * 4 <= 64, "else no kernel was asked"
+    assert proposed[0] == proposed[1]
 
 
 def test_it_needs_no_second_block_for_one_token(tmp_path: Path) -> None:
