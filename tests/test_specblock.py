@@ -370,12 +370,18 @@ def test_more_of_a_tree_accepts_no_less(tmp_path: Path) -> None:
     assert cycles[0] > cycles[2], "else a tree would be worth nothing"
 
 
-def test_a_tree_wider_than_the_room_left_for_it(tmp_path: Path) -> None:
-    """Its rows are counted as it grows; the cache follows."""
+def test_a_tree_wider_than_the_room_left_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are counted as it grows; the cache follows, and keeps what it held."""
     state, raw = published()
     even = {**state, "lm_head.weight": state["lm_head.weight"] * 1e-3}  # all tokens alike
-    target = tiny_target()
-    drafter = drafter_of(write(tmp_path, even, raw), alternatives=[20])
-    trace = decode(target, bound(drafter, 160), PROMPT, sampler(1.0), BUDGET)
-    assert trace.tokens == plain(target, BUDGET, sampler(1.0)).tokens
-    assert max(drafter.rows) > 64
+    folder, proposed = write(tmp_path, even, raw), []
+    for spare in (0, 1000):
+        monkeypatch.setattr("blockpilot.drafters.specblock.MOST_ROWS", spare)
+        drafter = drafter_of(folder, alternatives=[20])
+        trace = decode(tiny_target(), bound(drafter, 160), PROMPT, sampler(1.0), BUDGET)
+        assert trace.tokens == plain(tiny_target(), BUDGET, sampler(1.0)).tokens
+        assert max(drafter.rows) > 64
+        proposed.append([(each.tokens.tolist(), each.parents) for _, each in drafter.drafts])
+    assert proposed[0] == proposed[1]
