@@ -370,18 +370,26 @@ def test_more_of_a_tree_accepts_no_less(tmp_path: Path) -> None:
     assert cycles[0] > cycles[2], "else a tree would be worth nothing"
 
 
-def test_a_tree_wider_than_the_room_left_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tree_larger_than_the_room_left_for_it(tmp_path: Path) -> None:
     """Its rows are counted as it grows; the cache follows, and keeps what it held."""
-    state, raw = published()
-    even = {**state, "lm_head.weight": state["lm_head.weight"] * 1e-3}  # all tokens alike
-    folder, proposed = write(tmp_path, even, raw), []
-    for spare in (0, 1000):
-        monkeypatch.setattr("blockpilot.drafters.specblock.MOST_ROWS", spare)
-        drafter = drafter_of(folder, alternatives=[20])
-        trace = decode(tiny_target(), bound(drafter, 160), PROMPT, sampler(1.0), BUDGET)
-        assert trace.tokens == plain(tiny_target(), BUDGET, sampler(1.0)).tokens
-        assert max(drafter.rows) > 64
+
+    class Spare(Recorded):
+        def start(self, view: View, capacity: int) -> None:
+            super().start(view, capacity * spare)
+            held.append(self._slab.shape[3])
+
+        def draft(self, view: View, n_slots: int) -> Draft:
+            made = super().draft(view, n_slots)
+            held.append(self._slab.shape[3])
+            return made
+
+    folder, proposed, held = write(tmp_path, *published()), [], list[int]()
+    for spare in (1, 20):
+        drafter = Spare(
+            checkpoint=str(folder), ignore_keys=[], blocks=4, alternatives=[5], block_size=40
+        )
+        decode(tiny_target(), bound(drafter, 40), PROMPT, sampler(1.0), BUDGET)
         proposed.append([(each.tokens.tolist(), each.parents) for _, each in drafter.drafts])
+        assert (len(set(held)) > 1) == (spare == 1)
+        held.clear()
     assert proposed[0] == proposed[1]

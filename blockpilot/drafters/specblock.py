@@ -115,13 +115,13 @@ class SpecBlockDrafter:
         self._n_best = min(most, network.config.draft_vocab_size)
 
     def start(self, view: View, capacity: int) -> None:
-        """Room for keys and values of K slots of `capacity` positions and for a tree."""
+        """Room for keys and values of K slots of `capacity` positions, also of a tree."""
         assert view.new_features is not None
         like, shape = view.new_features, self.network.config.layers
         n_slots = self.network.config.slots
         self._slab = like.new_empty(
             *(N_LAYERS, 2, shape.num_key_value_heads),
-            *((capacity + MOST_ROWS) * n_slots, shape.head_dim),
+            *(capacity * n_slots, shape.head_dim),
         )
         places = torch.arange(capacity + self.blocks * n_slots, device=like.device)
         self._rope = Rope(*self.network.rope(places, like.dtype))
@@ -264,7 +264,7 @@ class SpecBlockDrafter:
         return network.run(x, turns.cos, turns.sin, attend)
 
     def _make_room(self, rows: int) -> None:
-        """Let the cache hold so many rows; how many a tree takes is known only as it grows."""
+        """Let the cache hold so many rows: trees of three generations of blocks can take more."""
         if rows > self._slab.shape[3]:
             more = self._slab.new_empty(*self._slab.shape[:3], rows, self._slab.shape[4])
             more[:, :, :, : self._slab.shape[3]] = self._slab
