@@ -36,14 +36,9 @@ from blockpilot.distill import __main__ as distill
 from blockpilot.distill.blocks import sample_anchors
 from blockpilot.distill.corpus import Corpus, Example
 from blockpilot.distill.responses import Request, shard_file, write_responses
-from blockpilot.distill.specblock import (
-    SpecBlockRecipe,
-    SpecBlockStudent,
-    draft_loss,
-    rank_loss,
-    slot_losses,
-)
+from blockpilot.distill.specblock import SpecBlockRecipe, SpecBlockStudent, slot_losses
 from blockpilot.drafters.specblock import load_specblock, new_specblock
+from blockpilot.drafters.specblock_loss import draft_loss, rank_loss
 from blockpilot.drafters.specblock_net import SpecBlockConfig
 from blockpilot.prompts.base import Prompt
 from blockpilot.sweep import __main__ as sweep
@@ -239,7 +234,7 @@ def test_training_lowers_the_loss_of_all_slots(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not that of the slots which count: there are the more of them the better the drafter is."""
-    monkeypatch.setattr("blockpilot.distill.specblock._all_before", torch.ones_like)
+    monkeypatch.setattr("blockpilot.drafters.specblock_loss._all_before", torch.ones_like)
     arguments = distill_arguments(tmp_path, tmp_path / "none.jsonl", recipe="specblock")
     target = load_target(composed("distill", *arguments))
     corpus = Corpus(sorted((trained.parent / "responses/distill/local").glob("*.parquet")))

@@ -2,12 +2,9 @@
 
 The target's embedding is frozen; the network learns its own rows of the draft vocabulary. Where the
 description speaks of the target's argmax, the answer's own token is meant: that is what a draft is
-compared with, and at temperature 0 it is the argmax. Own readings besides: the mean over kept
-positions is taken slot by slot in every block of a conversation, the classes of ranks are counted
-there too, and every anchor draws its own continuations.
+compared with, and at temperature 0 it is the argmax. Further readings: drafters/specblock_loss.py.
 
-Letters: A anchors, L blocks rolled out, K slots of a block, n slots with a known label, D width,
-W draft vocabulary, R tokens of a response.
+Letters: n slots with a known label, D width, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -34,12 +31,9 @@ from blockpilot.distill.states import input_dtype, states_of
 from blockpilot.drafters.eagle3_net import default_layers
 from blockpilot.drafters.forms.checkpoints import save_checkpoint
 from blockpilot.drafters.specblock import SpecBlockDrafter, load_specblock, new_specblock
-from blockpilot.drafters.specblock_net import N_CLASSES, RANK_BOUNDS, SpecBlockNetwork
+from blockpilot.drafters.specblock_loss import Rollout, draft_loss, rank_classes, rank_loss
+from blockpilot.drafters.specblock_net import SpecBlockNetwork
 from blockpilot.policies.fixed import FixedPolicy
-
-ROLLED_OUT = 3  # blocks behind an anchor
-SLOT_DECAY = 0.8  # weight of slot k is SLOT_DECAY ** k
-_COMMON = 10  # a class that is counted more often weighs less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,33 +135,25 @@ class SpecBlockStudent:
     ) -> Tensor:
         """Draft and rank losses of blocks rolled out behind random anchors of one sequence."""
         network, ids = self.network, example.ids.to(self.target.device)
-        n_slots = network.config.slots
         anchors = sample_anchors(example.prompt_length, len(ids), self.n_anchors, generator)
-        steps = len(anchors), ROLLED_OUT - 1
-        continued = torch.randint(1, n_slots + 1, steps, generator=generator).to(ids.device)
-        anchors = anchors.to(ids.device)
-        begins = torch.cat([anchors[:, None], anchors[:, None] + continued.cumsum(dim=1)], dim=1)
-        of_slots = *begins.shape, n_slots  # A, L, K
-        labels, known = slot_labels(ids, begins.flatten(), n_slots + 1)
-        labels, known = labels.view(of_slots), known.view(of_slots)
-        read = ids[begins[:, 1:].clamp_max(len(ids) - 1)]
+        rollout = Rollout.of(ids, anchors, network.config.slots, generator)
+        known, spread = rollout.known, rollout.spread
+        labels = rollout.labels[known]
+        has_row = network.t2d[labels]
         features, head_inputs = states_of(self.target, example, self.feature_layers)
-        places = torch.arange(1, n_slots + 1, device=ids.device) - example.prompt_length
-        positions = (begins[..., None] + places)[known]
-        has_row = network.t2d[labels[known]]
         with autocast():
             normed = model(
-                features, self._embedded(ids[1:]), anchors, continued, self._embedded(read)
+                *(features, self._embedded(ids[1:]), rollout.anchors, rollout.continued),
+                self._embedded(rollout.read),
             )[known]
             rows = network.lm_head.weight.to(normed.dtype)
             expected, _ = soft_targets(head_inputs, candidates, rows, None)
+            expected = expected[rollout.places[known] - example.prompt_length]
             logits = F.linear(normed, rows).float()
-            soft, classes = self.losses(
-                *(normed, logits, candidates.index[labels[known]], has_row, expected[positions])
-            )
+            soft, classes = self.losses(normed, logits, candidates.index[labels], has_row, expected)
             ranked = network.rank_head(normed, logits).float()
-        draft = draft_loss(_spread(soft, known), _spread(classes, known), _spread(has_row, known))
-        return draft + rank_loss(_spread(ranked, known), _spread(classes, known), known)
+        draft = draft_loss(spread(soft), spread(classes), spread(has_row))
+        return draft + rank_loss(spread(ranked), spread(classes), known)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         return self.target.embed(ids).to(input_dtype(self.target))
@@ -207,55 +193,6 @@ def slot_losses(
     has_row: Tensor,  # [n] False where the draft vocabulary lacks the label
     expected: Tensor,  # [n, D] of the target's distribution, as `soft_targets` has it
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropies [n] towards the target's distribution, and classes [n] of the label's rank in
-    the draft: 0 for its best token, the last also for a label that it cannot draft."""
+    """Cross-entropies [n] towards the target's distribution, and classes [n] of the labels."""
     soft = logits.logsumexp(dim=-1) - (normed.float() * expected.float()).sum(dim=-1)
-    rank = (logits > logits.gather(-1, index[:, None])).sum(dim=-1) + 1
-    bounds = torch.tensor(RANK_BOUNDS, device=rank.device)
-    classes = (rank[:, None] > bounds).sum(dim=-1)
-    return soft, torch.where(has_row, classes, N_CLASSES - 1)
-
-
-def draft_loss(soft: Tensor, classes: Tensor, has_row: Tensor) -> Tensor:
-    """Loss of slots [A, L, K] whose prefix is valid, summed over blocks.
-
-    A slot counts where the draft vocabulary holds its label and all slots before it in its block
-    proposed theirs. Each slot's mean has the weight of its place.
-    """
-    kept = has_row & _all_before(classes == 0)
-    means = (soft * kept).sum(dim=0) / kept.sum(dim=0).clamp_min(1)  # [L, K]
-    decay = SLOT_DECAY ** torch.arange(soft.shape[-1], device=soft.device)
-    return (decay * means).sum()
-
-
-def rank_loss(ranked: Tensor, classes: Tensor, known: Tensor) -> Tensor:
-    """Mean loss of class logits [A, L, K, 4] up to the first wrong prediction of each block.
-
-    Soft labels fall with the square of a class's distance from the true one, faster below it; a
-    prediction far off, above all one too sure, weighs more, and a class that is common at its slot
-    less.
-    """
-    every = torch.arange(N_CLASSES, device=ranked.device)
-    predicted = ranked.detach().argmax(dim=-1)
-    off = classes[..., None] - every  # [A, L, K, 4]
-    kernel = (1 + off.abs() + off.clamp_min(0)).float() ** -2
-    wanted = kernel / kernel.sum(dim=-1, keepdim=True)
-    losses = -(wanted * ranked.log_softmax(dim=-1)).sum(dim=-1)
-    counts = (F.one_hot(classes, N_CLASSES) * known[..., None]).sum(dim=(0, 1))  # [K, 4]
-    slots = torch.arange(counts.shape[0], device=ranked.device).expand_as(classes)
-    weights = 1 + (classes - predicted).abs() + (classes - predicted).clamp_min(0)
-    weights = weights * (_COMMON / counts[slots, classes].clamp_min(1)).clamp_max(1)
-    kept = known & _all_before(predicted == classes)
-    return (weights * losses * kept).sum() / kept.sum().clamp_min(1)
-
-
-def _all_before(right: Tensor) -> Tensor:
-    """Where all earlier slots [..., K] are right."""
-    return F.pad(right[..., :-1].cumprod(dim=-1), (1, 0), value=1).bool()
-
-
-def _spread(values: Tensor, known: Tensor) -> Tensor:
-    """Values [n, ...] at the slots [A, L, K] where something is known, 0 elsewhere."""
-    spread = values.new_zeros(*known.shape, *values.shape[1:])
-    spread[known] = values
-    return spread
+    return soft, rank_classes(logits, index, has_row)
