@@ -10,7 +10,7 @@ import pytest
 import torch
 from decoding_kit import tiny_target
 from safetensors.torch import load_file
-from test_specblock import TABLE, drafter_of, published, write
+from specblock_kit import TABLE, drafter_of, published, write
 
 from blockpilot.base.errors import UserError
 from blockpilot.drafters.forms.checkpoints import save_checkpoint
@@ -117,7 +117,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
         with pytest.raises(UserError, match=told):
             drafter_of(Path("random"), **{key: value})
     nothing = SpecBlockDrafter(
-        checkpoint=None, ignore_keys=[], blocks=1, alternatives=[1], block_size=4
+        checkpoint=None, ignore_keys=[], blocks=1, alternatives=[1], adapt=None, block_size=4
     )
     with pytest.raises(UserError, match=r"checkpoint=null: no SpecBlock drafter of .* is known"):
         nothing.bind(tiny_target())

@@ -15,6 +15,7 @@ from decoding_kit import tiny_target
 from reference import reference_features, reference_logits
 from reference_specblock import blocks, draft_logits
 from safetensors.torch import load_file
+from specblock_kit import Exact, flat, published
 from stages_kit import (
     composed,
     distill_arguments,
@@ -26,7 +27,6 @@ from stages_kit import (
     walked_and_decoded,
     write_prompts,
 )
-from test_specblock import Exact, flat, published
 from torch import Tensor
 
 from blockpilot.app.target import load_target

@@ -160,6 +160,7 @@ RULES = (
 )
 
 COMPONENT_RULES = (
+    whole("adapt", 1, _COUNT),
     number("alpha", 0, 1000, above=True),
     number("alternatives", 0, _BLOCK),
     number("block_size", 1, _BLOCK),

@@ -181,6 +181,7 @@ class SpecBlockStudent:
             ignore_keys=[],
             blocks=1,
             alternatives=[1],
+            adapt=None,
             block_size=self.network.config.slots + 1,
         )
         return Method(drafter, FixedPolicy(block_size=None, block_mode="draft"))

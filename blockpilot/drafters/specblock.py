@@ -11,7 +11,7 @@ width, W draft vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from blockpilot.drafters.forms.checkpoints import (
 )
 from blockpilot.drafters.forms.config import ConfigReader, check_layers
 from blockpilot.drafters.layers import native_stack, new_shape
+from blockpilot.drafters.specblock_learner import SpecBlockLearner
 from blockpilot.drafters.specblock_net import (
     N_CLASSES,
     N_LAYERS,
@@ -50,9 +51,10 @@ class SpecBlockDrafter:
     proposes the best b - 1 tokens of a tree of at most `blocks` blocks on a path. `alternatives`
     are the tokens that a slot offers by the class which the rank head gives it, with the published
     exceptions for the first slot and for sure ones; one number is for all slots and classes, and
-    the rank head is not asked ([1] with one block is a chain). `block_size` is the size for a
-    policy without one. `ignore_keys` are keys of its config.json that are read past at the user's
-    risk, nested ones with a dot.
+    the rank head is not asked ([1] with one block is a chain). With `adapt` it learns from the
+    prompts that it decodes, in stages that let it: over how many tokens an update has to pay for
+    itself. `block_size` is the size for a policy without one. `ignore_keys` are keys of its
+    config.json that are read past at the user's risk, nested ones with a dot.
     """
 
     name = "specblock"
@@ -66,6 +68,7 @@ class SpecBlockDrafter:
         ignore_keys: Sequence[str],
         blocks: int,
         alternatives: Sequence[int],
+        adapt: int | None,
         block_size: int,
     ) -> None:
         if blocks < 1:
@@ -80,7 +83,9 @@ class SpecBlockDrafter:
         if len(alternatives) == 1 and alternatives[0] < 1:
             raise UserError("drafter.alternatives=[0]: allowed are numbers >= 1 where it is one")
         self.checkpoint, self.ignore_keys = checkpoint, ignore_keys
-        self.blocks, self.alternatives = blocks, tuple(alternatives)
+        self.blocks, self.alternatives, self.adapt = blocks, tuple(alternatives), adapt
+        self._learner: SpecBlockLearner | None = None
+        self._learns = False
         self.fingerprint: str | None = None
         self.shape: str | None = None
         self.trained_block_size: int | None = block_size
@@ -101,6 +106,9 @@ class SpecBlockDrafter:
             made_of = fingerprint_of(self.checkpoint, self.network, published, self.ignore_keys)
             self.fingerprint = f"{made_of},{tree}"
             self.shape = f"{size_of(self.network)}, {tree}"
+            if self.adapt is not None:
+                self.fingerprint += f",adapt={self.adapt}"
+                self._learner = SpecBlockLearner(self.network, target, self.adapt)
         check_specblock(self.network.config, target, self.checkpoint)
         settle(self.network, target)
         network, shape = self.network, self.network.config.layers
@@ -114,9 +122,31 @@ class SpecBlockDrafter:
             most = max(most, FIRST_OFFERS)
         self._n_best = min(most, network.config.draft_vocab_size)
 
+    @property
+    def updates(self) -> int | None:
+        """How often it learnt; None where it never does."""
+        return None if self._learner is None else self._learner.updates
+
+    def learn(self, saved: Mapping[str, Tensor] | None) -> None:
+        """From now on learn from what is decoded, anew or as from a snapshot."""
+        if self._learner is None:
+            return
+        self._learns = True
+        if saved is None:
+            self._learner.forget()
+        else:
+            self._learner.restore(saved)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """All that it learnt."""
+        assert self._learner is not None
+        return self._learner.snapshot()
+
     def start(self, view: View, capacity: int) -> None:
         """Room for keys and values of K slots of `capacity` positions, also of a tree."""
         assert view.new_features is not None
+        if self._learner is not None and self._learns:
+            self._learner.begin(view)
         like, shape = view.new_features, self.network.config.layers
         n_slots = self.network.config.slots
         self._slab = like.new_empty(
@@ -149,6 +179,8 @@ class SpecBlockDrafter:
         features, tokens = self._unread
         features.append(verdict.features)
         tokens.append(torch.tensor(verdict.tokens, device=verdict.features.device))
+        if self._learner is not None and self._learns:
+            self._learner.observe(verdict)
 
     def _read(self) -> None:
         """First blocks of the positions whose features became known; keep the last one's states."""
