@@ -30,6 +30,7 @@ from blockpilot.app.target import load_target
 from blockpilot.base.errors import UserError
 from blockpilot.base.paths import conf_dir
 from blockpilot.decoding.loop import Method, decode
+from blockpilot.decoding.protocols import Adaptive
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.types import Trace, source_of
 from blockpilot.prompts.base import UNASSIGNED, Prompt
@@ -81,6 +82,8 @@ class Pair:
         self.method = Method(drafter, policy)
         self.target = load_target(cfg)
         self.method.bind(self.target)
+        if isinstance(drafter, Adaptive):
+            drafter.learn(None)  # from answer to answer; nothing is kept
 
     def answer(self, prompt: str, show: Callable[[str], object] = lambda text: None) -> Answer:
         """Answer a user message; `show` gets the text piece by piece as it is committed."""

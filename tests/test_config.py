@@ -174,7 +174,7 @@ def test_a_model_file_is_complete_and_its_architecture_is_the_published_one(path
     model = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(path))
     assert not OmegaConf.missing_keys(model)
     assert model.name == path.stem
-    assert set(model.drafters) == {"dflash", "eagle3"}
+    assert set(model.drafters) == {"dflash", "eagle3", "specblock"}
     values = dict(OmegaConf.to_container(model.architecture))
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device("meta"):

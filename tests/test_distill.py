@@ -210,22 +210,32 @@ def through(tmp_path_factory: pytest.TempPathFactory) -> Path:
 OTHER_LOSS = ["recipe.gamma=4", "recipe.sampled_negatives=50"]
 
 
-@pytest.mark.parametrize(("updates", "more"), [(1, []), (3, []), (5, []), (3, OTHER_LOSS)])
+@pytest.mark.parametrize(
+    ("updates", "recipe", "more"),
+    [
+        (1, "dflash", []),
+        (3, "dflash", []),
+        (5, "dflash", []),
+        (3, "dflash", OTHER_LOSS),
+        (3, "specblock", []),
+    ],
+)
 def test_an_interrupted_training_ends_with_the_same_bits(
     through: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     updates: int,
+    recipe: str,
     more: list[str],
 ) -> None:
     """Saved after steps 2 and 4, so one update is lost and made again."""
     whole = through
-    if more:
+    if more or recipe != "dflash":
         whole = tmp_path / "whole"
         whole.mkdir()
-        given = distill_arguments(whole, distill_prompts(whole), *more)
+        given = distill_arguments(whole, distill_prompts(whole), *more, recipe=recipe)
         performed(distill.run, "distill", *given)
-    arguments = distill_arguments(tmp_path, distill_prompts(tmp_path), *more)
+    arguments = distill_arguments(tmp_path, distill_prompts(tmp_path), *more, recipe=recipe)
     update, made = DrafterTrainer._update, []
 
     def interrupted(trainer: DrafterTrainer, batch: list[int]) -> float:

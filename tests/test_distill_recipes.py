@@ -164,8 +164,10 @@ def test_what_the_kind_does_not_use_is_refused_in_one_line(
     ("choice", "kind"),
     [
         ("drafter=eagle3", "Eagle3Recipe"),
+        ("drafter=specblock", "SpecBlockRecipe"),
         ("experiment=local_drafter", "DFlashRecipe"),
         ("experiment=local_eagle3", "Eagle3Recipe"),
+        ("experiment=local_specblock", "SpecBlockRecipe"),
     ],
 )
 def test_the_drafter_chooses_its_recipe(choice: str, kind: str) -> None:

@@ -30,7 +30,8 @@ BUDGET = 16
 
 def build(file: Path, **values: object) -> object:
     """The component of a YAML file, with the values that its interpolations want."""
-    root = OmegaConf.create({"model": {"drafters": {"dflash": "random", "eagle3": "random"}}})
+    kinds = [path.stem for path in DRAFTERS]
+    root = OmegaConf.create({"model": {"drafters": dict.fromkeys(kinds, "random")}})
     part: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     # Weights that the user has to name.
     part = {key: "random" if value == "???" else value for key, value in part.items()}

@@ -62,6 +62,8 @@ def test_drafters_and_policies_do_not_import_each_other(graph: grimp.ImportGraph
         "drafters.forms",
         "drafters.layers",
         "drafters.path_",
+        "drafters.specblock_loss",
+        "drafters.update_bandit",
         "policies.tree",
         "policies.cells",
         "policies.calibration",

@@ -161,8 +161,11 @@ RULES = (
 )
 
 COMPONENT_RULES = (
+    whole("adapt", 1, _COUNT),
     number("alpha", 0, 1000, above=True),
+    number("alternatives", 0, _BLOCK),
     number("block_size", 1, _BLOCK),
+    number("blocks", 1, _BLOCK),
     number("depth", 0, _BLOCK),
     whole("draft_vocabulary", 1, _COUNT),
     number("examples", 0, _COUNT),

@@ -5,7 +5,7 @@ Plug-ins depend on these, not on each other; the loop depends on these, not on p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -130,6 +130,27 @@ class Batchable(Protocol):
         The function takes a number of slots, 2 to `widest`, and gives tokens [rows, n_slots - 1].
         Needs `bind`, not `start`.
         """
+        ...
+
+
+@runtime_checkable
+class Adaptive(Protocol):
+    """What a drafter also offers that may learn from the prompts of a stream, between them.
+
+    It learns only once it is told to: what a calibration decodes is no stream.
+    """
+
+    @property
+    def updates(self) -> int | None:
+        """How often it has learnt; None where it never does."""
+        ...
+
+    def learn(self, saved: Mapping[str, Tensor] | None) -> None:
+        """From now on learn from what is decoded, anew or as from a snapshot."""
+        ...
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """All that it learnt, on the CPU."""
         ...
 
 

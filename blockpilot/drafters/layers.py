@@ -50,15 +50,15 @@ def merged(x: Tensor) -> Tensor:
 
 def packed_attention(
     queries: Tensor,  # [A, H, B, d]
-    context_kv: tuple[Tensor, Tensor],  # each [G, C, d]
-    block_kv: tuple[Tensor, Tensor],  # each [A, G, n, d], all seen by the whole block
+    context_kv: Sequence[Tensor],  # keys and values, each [G, C, d]
+    block_kv: Sequence[Tensor],  # each [A, G, n, d]
     hidden_from: Tensor,  # [A, C] or [A, B, C] True where a block, or a slot, must not look
-    hidden_in_block: Tensor | None = None,  # [B, n]
+    hidden_in_block: Tensor | None = None,  # [B, n] or [A, B, n]; None: a slot sees all
 ) -> Tensor:
     """Attention output [A, H, B, d] of blocks that share a context."""
     a, h, b, d = queries.shape
     g, c = context_kv[0].shape[:2]
-    q = (queries * d**-0.5).view(a, g, h // g * b, d)  # heads of a group lie next to each other
+    q = (queries * d**-0.5).reshape(a, g, h // g * b, d)  # heads of a group lie side by side
     to_context = torch.einsum("agqd,gcd->agqc", q, context_kv[0])
     if hidden_from.dim() == 2:
         hidden_from = hidden_from[:, None, None, :]
@@ -67,7 +67,10 @@ def packed_attention(
     to_context = to_context.masked_fill(hidden_from, float("-inf"))
     to_block = q @ block_kv[0].transpose(-1, -2)
     if hidden_in_block is not None:
-        to_block = to_block.masked_fill(hidden_in_block.repeat(h // g, 1), float("-inf"))
+        if hidden_in_block.dim() == 2:
+            hidden_in_block = hidden_in_block[None]
+        by_head = hidden_in_block.repeat(1, h // g, 1)[:, None]  # [A or 1, 1, H / G * B, n]
+        to_block = to_block.masked_fill(by_head, float("-inf"))
     weights = torch.cat([to_context, to_block], dim=-1).softmax(dim=-1).to(q.dtype)
     attended = torch.einsum("agqc,gcd->agqd", weights[..., :c], context_kv[1])
     attended = attended + weights[..., c:] @ block_kv[1]

@@ -9,6 +9,7 @@ Further files of a stage (of `dataset`, `train`, `distill`, `report`, `pipeline`
     records.parquet                  the rows that count, derived
     prompts.jsonl                    the prompts in words
     prefill/, replay/                tensors per prompt and turn
+    learnt/                          tensors per method whose drafter learns: its latest update
     cost.json                        of the stage `cost`
     evaluation.csv, timed.csv        of the stage `evaluate`, of predictors
     ladder.csv                       of the stage `evaluate`, of pilots
@@ -25,6 +26,8 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from blockpilot.base.errors import UserError
@@ -33,7 +36,7 @@ from blockpilot.decoding.anchors import Replay
 from blockpilot.prompts.base import Prompt
 from blockpilot.records import prompts as texts
 from blockpilot.records import store
-from blockpilot.records.prefill import Prefill, read_prefill, write_prefill
+from blockpilot.records.prefill import Prefill, read_prefill, write_prefill, write_tensors
 from blockpilot.records.replays import Text, read_replay, write_replay
 from blockpilot.records.schema import Settings, clean, group_key
 from blockpilot.records.settings import keep_settings
@@ -155,6 +158,25 @@ class RunFolder:
     def replay(self, row: Mapping[str, Any]) -> tuple[Text, Replay, Tensor | None]:
         """Text, replay and features that belong to a row (UserError: none, or damaged)."""
         return read_replay(self._tensors_of("replay", row), row["prompt_id"])
+
+    def keep_learnt(self, method: str, tensors: dict[str, Tensor]) -> None:
+        """Write what the drafter of a method has learnt, in the place of what it had before."""
+        write_tensors(self._learnt(method), tensors, {"method": method})
+
+    def learnt(self, method: str) -> dict[str, Tensor] | None:
+        """What the drafter of a method had learnt, None where nothing (UserError: damaged)."""
+        file = self._learnt(method)
+        if not file.exists():
+            return None
+        try:
+            return load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{file} is broken ({first_line(error)}); use another run_id"
+            ) from error
+
+    def _learnt(self, method: str) -> Path:
+        return self.path / "learnt" / f"{method}.safetensors"
 
     def _tensors_of(self, kind: str, row: Mapping[str, Any]) -> Path:
         return self._tensors(kind, row["prompt_id"], int(row["turn"]), row["group_key"])

@@ -20,7 +20,8 @@ token that is not plain decoding's and `divergence_margin` the gap of the two to
 both are empty for equal outputs. Of each cycle `drafted` counts the drafter's tokens, `verified`
 target positions, `copied` those that were copied from the text, `quoted` and `repeated` the
 accepted copies, from the prompt and from the answer itself; `cycle_s` are its seconds where the
-policy reads them, else it is empty. Rows of mode
+policy reads them, else it is empty. `drafter_update` is after which update of its weights a drafter
+that learns decoded, 0 before the first; it is empty for others. Rows of mode
 `replay` have no measured times; `predicted_decode_s` comes from a cost curve where one was given.
 Their output is one answer per prompt, the same for all methods.
 """
@@ -36,7 +37,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 PLAIN = "plain"  # the method that speedups and equality are measured against
 
 _INTS = pa.list_(pa.int32())
@@ -118,6 +119,7 @@ SCHEMA = pa.schema(
         _column("other_s", pa.float64(), null=True),
         _column("predicted_decode_s", pa.float64(), null=True),
         _column("cycle_s", pa.list_(pa.float64()), null=True),
+        _column("drafter_update", pa.int32(), null=True),
     ],
     metadata={"blockpilot_schema_version": str(SCHEMA_VERSION)},
 )

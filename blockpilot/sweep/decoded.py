@@ -16,6 +16,7 @@ from blockpilot.decoding.types import Trace
 from blockpilot.prompts.base import Prompt
 from blockpilot.records.schema import PLAIN, failed_row, ok_row, skipped_row
 from blockpilot.records.store import Store
+from blockpilot.sweep.methods import learners
 from blockpilot.sweep.rows import Rows, Turn
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,17 @@ class DecodedSweep(Rows):
     def measure(self, prompts: list[Prompt], store: Store) -> None:
         """Decode prompts one after the other; the rows of a prompt are written together."""
         self._warm_up(prompts)
+        learning = learners(self.methods)
+        for name, drafter in learning.items():
+            drafter.learn(self.run.learnt(name))
         with progress_bar() as progress:
             task = progress.add_task("decode", total=len(prompts))
             for prompt in prompts:
+                before = {name: drafter.updates for name, drafter in learning.items()}
                 store.append(self._rows(prompt))
+                for name, drafter in learning.items():
+                    if drafter.updates != before[name]:
+                        self.run.keep_learnt(name, drafter.snapshot())
                 progress.advance(task)
 
     def _warm_up(self, prompts: list[Prompt]) -> None:
@@ -55,6 +63,7 @@ class DecodedSweep(Rows):
         """Rows of all turns and methods; earlier turns are answered by plain decoding."""
         answers: list[str] = []
         problem: str | None = None
+        learning = learners(self.methods)
         for number in range(len(prompt.turns)):
             settings = {name: self.settings(prompt, number, name) for name in self.methods}
             try:
@@ -79,6 +88,8 @@ class DecodedSweep(Rows):
                 row = ok_row(settings[name], trace, prompt_ids=turn.ids)
                 if where := parted.get(name):
                     row |= {"divergence_at": where.index, "divergence_margin": where.margin}
+                if name in learning:
+                    row["drafter_update"] = learning[name].updates
                 yield row
             answers.append(self.text(plain.tokens))
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import combinations
+
 from hydra.utils import instantiate
 
 from blockpilot.app.config import SweepConfig
 from blockpilot.base.errors import UserError
+from blockpilot.base.launch import world
 from blockpilot.decoding.loop import Method
-from blockpilot.decoding.protocols import Drafter
+from blockpilot.decoding.protocols import Adaptive, Drafter
 from blockpilot.decoding.target import Target
 from blockpilot.drafters.none import NoDrafter
 from blockpilot.policies.fixed import FixedPolicy
@@ -56,7 +60,31 @@ def sweep_methods(cfg: SweepConfig, drafter: Drafter, target: Target) -> dict[st
         methods[str(name)] = Method(brought, policy)
     for method in methods.values():
         method.bind(target)
+    check_learners(methods)
     return methods
+
+
+def learners(methods: Mapping[str, Method]) -> dict[str, Adaptive]:
+    """Drafters that learn from the prompts of the sweep, by the name of their method."""
+    return {
+        name: method.drafter
+        for name, method in methods.items()
+        if isinstance(method.drafter, Adaptive) and method.drafter.updates is not None
+    }
+
+
+def check_learners(methods: Mapping[str, Method]) -> None:
+    """Refuse what would mix up what a drafter learns (UserError): methods that share it, ranks."""
+    found = learners(methods)
+    if found and (size := world().size) > 1:
+        raise UserError(f"drafter.adapt: it learns in one process; this launch has {size}")
+    names = list(found)
+    for name, later in combinations(names, 2):
+        if found[name] is found[later]:
+            raise UserError(
+                f"drafter.adapt: methods {name} and {later} would teach the same drafter; set "
+                "radius=0, sizes=[] and leave out policies that use the sweep's own"
+            )
 
 
 def tree_policies(cfg: SweepConfig) -> dict[str, TreePolicy]:
