@@ -1,0 +1,127 @@
+"""Drafters made and run by the packages that define their forms (scripts/form_fixtures.py) load
+here, and give the same states, logits and drafts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from blockpilot.decoding.target import LogitShape
+from blockpilot.decoding.types import Draft, Forward, View
+from blockpilot.drafters.__main__ import described
+from blockpilot.drafters.dflash import DFlashDrafter
+
+FIXTURES = Path(__file__).parent / "fixtures"
+FOLDERS = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())
+BLOCKS = [name for name in FOLDERS if "eagle3" not in name]
+
+
+def fixture(name: str) -> dict[str, Tensor]:
+    """What the package made, and what of."""
+    return load_file(FIXTURES / "target.safetensors") | load_file(FIXTURES / f"{name}.safetensors")
+
+
+class PublishedTarget:
+    """The target that a fixture was made for: its embedding and LM head, without layers."""
+
+    name, engine, timed, fingerprint = "published", "eager", False, "published"
+    device, dtype, embedding_scale = torch.device("cpu"), torch.float32, 1.0
+
+    def __init__(self, known: dict[str, Tensor]) -> None:
+        self.rows, self.head = known["embedding"], known["head"]
+        self.embed_rows = len(self.rows)
+        size, width = self.rows.shape
+        self.config = SimpleNamespace(vocab_size=size, hidden_size=width, num_hidden_layers=6)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.rows[ids]
+
+    def logits(self, hidden: Tensor, shape: LogitShape | None = None) -> Tensor:
+        return (shape or LogitShape())(hidden @ self.head.T)
+
+
+def drafted(
+    folder: Path, known: dict[str, Tensor], features: Tensor | None = None
+) -> tuple[Draft, Tensor]:
+    """What the checkpoint in a folder proposes behind a fixture's features, or others, and the
+    states [S, D] of the drafting slots."""
+    drafter: Any = DFlashDrafter(checkpoint=str(folder), ignore_keys=[], head=None)
+    target: Any = PublishedTarget(known)
+    drafter.bind(target)
+    features = known["features"] if features is None else features
+    nothing = Forward(torch.empty(0), None, torch.empty(0))
+    start = len(features)
+    view = View(torch.zeros(start, dtype=torch.int64), known["anchor"], start, features, nothing)
+    drafter.start(view, start + 20)
+    block = drafter._blocks(known["anchor"], drafter.trained_block_size)[0]
+    return drafter.draft(view, drafter.trained_block_size), drafter._block(block)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_packages_drafter_drafts_the_same_here(name: str) -> None:
+    known = fixture(name)
+    draft, states = drafted(FIXTURES / name, known)
+    torch.testing.assert_close(states, known["hidden"], atol=1e-5, rtol=1e-5)
+    assert draft.logits is not None
+    assert draft.tokens.tolist() == known["drafts"].tolist()
+    rows = known["logits"].shape[-1]
+    found = draft.logits
+    if rows < found.shape[-1]:  # of the drafter's own vocabulary
+        found = found[:, found[0] > torch.finfo(found.dtype).min]
+    torch.testing.assert_close(found, known["logits"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_another_tap_or_place_would_show(name: str) -> None:
+    """The same weights behind features of other layers, or of positions one off."""
+    known = fixture(name)
+    width = known["features"].shape[1] // 2
+    right = drafted(FIXTURES / name, known)[0].logits
+    for features in (
+        known["features"].roll(width, dims=1),
+        known["features"].roll(1, dims=0),
+        known["features"][1:],
+    ):
+        found = drafted(FIXTURES / name, known, features)[0].logits
+        assert found is not None
+        assert right is not None
+        assert (found - right).abs().max() > 1e-2
+
+
+def test_a_slot_that_fills_is_not_one_that_shifts(tmp_path: Path) -> None:
+    """The keys that tell the two apart decide the drafts."""
+    for name, key, value in (
+        ("speculators-dflash-shifting", "sample_from_anchor", False),
+        ("speculators-dspark", "sample_from_anchor", False),
+        ("specforge-domino", "shift_label", False),
+    ):
+        known = fixture(name)
+        raw = json.loads((FIXTURES / name / "config.json").read_text())
+        (raw["dflash_config"] if name.startswith("specforge") else raw)[key] = value
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        save_file(load_file(FIXTURES / name / "model.safetensors"), tmp_path / "model.safetensors")
+        drafter: Any = DFlashDrafter(checkpoint=str(tmp_path), ignore_keys=[], head=None)
+        target: Any = PublishedTarget(known)
+        drafter.bind(target)
+        assert drafter.trained_block_size == 5
+        assert drafter.network.first == 1
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_checkpoint_is_described(name: str) -> None:
+    facts = dict(described(str(FIXTURES / name)))
+    assert facts["reads layers"] == "1, 3"
+    assert facts["form"].startswith(
+        {"dflash": ("z-lab", "DFlash2"), "specforge": ("Domino", "SpecForge")}.get(
+            name.split("-")[0], ("speculators",)
+        )
+    )
+    assert ("every slot drafts" in facts["block"]) == (len(fixture(name)["drafts"]) == 5)
