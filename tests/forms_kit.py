@@ -270,30 +270,55 @@ EAGLE3 = without(QWEN3_8B, "dtype", "layer_types", "num_target_layers") | {
     "torch_dtype": "bfloat16",
     "transformers_version": "4.51.0",
 }
-HEADS_NOT_BUILT: dict[str, tuple[Raw, str]] = {
+SPECULATORS_HEAD: Raw = {
+    "architectures": ["Eagle3Speculator"],
+    "draft_vocab_size": 32000,
+    "speculators_model_type": "eagle3",
+    "norm_before_residual": True,
+    "transformer_layer_config": without(QWEN3_8B, "num_target_layers", "layer_types")
+    | {"num_hidden_layers": 1},
+}
+# By form: what is published, and what the description of the network says.
+HEAD_FORMS: dict[str, tuple[Raw, Raw]] = {
+    "EAGLE-3": (EAGLE3, {"plain": True}),
     "speculators": (
+        SPECULATORS_HEAD | {"eagle_aux_hidden_state_layer_ids": [2, 3, 1], "norm_output": True},
         {
-            "architectures": ["Eagle3Speculator"],
-            "draft_vocab_size": 32000,
-            "speculators_model_type": "eagle3",
+            "form": "speculators eagle3",
+            "target_layer_ids": (1, 2, 0),
+            "norm_queries": True,
             "norm_before_residual": True,
-            "transformer_layer_config": QWEN3_8B,
+            "norm_output": True,
         },
-        "speculators_model_type",
     ),
     "DeepSpec": (
-        EAGLE3 | {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": LAYERS},
-        "architectures",
+        EAGLE3
+        | {
+            "architectures": ["Qwen3Eagle3Model"],
+            "model_type": "qwen3",
+            "target_layer_ids": [0, 1, 2],
+            "draft_vocab_size": None,
+            "num_target_layers": 4,
+        },
+        {"form": "DeepSpec", "target_layer_ids": (0, 1, 2), "norm_queries": True},
     ),
-    "layers with norms of queries": (EAGLE3 | {"model_type": "qwen3"}, "model_type"),
-    "nvidia": (EAGLE3 | {"norm_before_fc": True}, "norm_before_fc"),
+    "norms of queries": (EAGLE3 | {"model_type": "qwen3"}, {"norm_queries": True}),
+    "nvidia": (EAGLE3 | {"norm_before_fc": True}, {"norm_before_fc": True}),
+    "norms of taps": (EAGLE3 | {"use_aux_norm": True}, {"fc_norm": True}),
+    "two layers": (EAGLE3 | {"num_hidden_layers": 2}, {"own_head": True}),
+    "the target's head": (EAGLE3 | {"draft_vocab_size": None}, {"own_head": False}),
+}
+HEADS_NOT_BUILT: dict[str, tuple[Raw, str]] = {
     "norm_output": (EAGLE3 | {"norm_output": False}, "norm_output"),
     "last state alone": (
         EAGLE3 | {"eagle_config": {"use_aux_hidden_state": False}},
         "eagle_config.use_aux_hidden_state",
     ),
     "peagle": (EAGLE3 | {"parallel_drafting": True}, "parallel_drafting"),
-    "two layers": (EAGLE3 | {"num_hidden_layers": 2}, "num_hidden_layers"),
+    "speculators peagle": (
+        SPECULATORS_HEAD | {"speculators_model_type": "peagle"},
+        "speculators_model_type",
+    ),
 }
 
 

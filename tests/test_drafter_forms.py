@@ -22,9 +22,9 @@ from blockpilot.base.errors import UserError
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.dflash_load import load_network, new_config
 from blockpilot.drafters.eagle3 import Eagle3Drafter, load_head, new_head
-from blockpilot.drafters.eagle3_net import Eagle3Config
 from blockpilot.drafters.forms.config import ANY_VALUE, ROPE_KEYS
 from blockpilot.drafters.forms.dflash import DFlashConfig
+from blockpilot.drafters.forms.eagle3 import Eagle3Config
 
 Raw = dict[str, Any]
 KINDS = ("dflash", "eagle3")
@@ -187,10 +187,6 @@ ONE_VALUE: dict[str, dict[str, tuple[Any, Any]]] = {
         "use_sliding_window": (False, True),
         "sliding_window": (None, "4096"),
         "layer_types": (["full_attention"], ["sliding_attention"]),
-        "norm_before_residual": (False, True),
-        "norm_before_fc": (False, True),
-        "fc_norm": (False, True),
-        "use_aux_norm": (False, True),
         "norm_output": ("absent", True),
         "eagle_config.use_aux_hidden_state": (True, False),
     },

@@ -20,7 +20,7 @@ from blockpilot.decoding.types import Draft, View
 from blockpilot.decoding.verify import accepted_path
 from blockpilot.drafters.dflash import DFlashDrafter
 from blockpilot.drafters.eagle3 import Eagle3Drafter, random_head
-from blockpilot.drafters.eagle3_net import Eagle3Config, default_layers
+from blockpilot.drafters.forms.eagle3 import Eagle3Config, default_layers
 from blockpilot.drafters.prompt_lookup import PromptLookupDrafter
 from blockpilot.policies.fixed import FixedPolicy
 
@@ -185,7 +185,10 @@ def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
     refused(write(tmp_path / "d2", far, raw), "outside the target's vocabulary")
     short = {**far, "d2t": state["d2t"][:-1]}
     refused(write(tmp_path / "d3", short, raw), "d2t has shape [30]")
-    refused(write(tmp_path / "e", state, {**raw, "num_hidden_layers": 2}), "num_hidden_layers=2")
+    refused(
+        write(tmp_path / "e", state, {**raw, "num_hidden_layers": 2}),
+        "tensor layers.1.self_attn.q_proj.weight is missing",
+    )
     refused(write(tmp_path / "h", state, {**raw, "hidden_size": "32"}), "hidden_size=32 must be")
 
 

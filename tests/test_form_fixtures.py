@@ -18,10 +18,12 @@ from blockpilot.decoding.target import LogitShape
 from blockpilot.decoding.types import Draft, Forward, View
 from blockpilot.drafters.__main__ import described
 from blockpilot.drafters.dflash import DFlashDrafter
+from blockpilot.drafters.eagle3 import Eagle3Drafter
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FOLDERS = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())
-BLOCKS = [name for name in FOLDERS if "eagle3" not in name]
+HEADS = [name for name in FOLDERS if "eagle3" in name]
+BLOCKS = [name for name in FOLDERS if name not in HEADS]
 
 
 def fixture(name: str) -> dict[str, Tensor]:
@@ -125,3 +127,51 @@ def test_a_checkpoint_is_described(name: str) -> None:
         )
     )
     assert ("every slot drafts" in facts["block"]) == (len(fixture(name)["drafts"]) == 5)
+
+
+def chain_of(folder: Path, known: dict[str, Tensor], **changed: Tensor) -> tuple[Tensor, Tensor]:
+    """The first logits [K] and the chain [4] of an EAGLE-3 head behind a fixture's context."""
+    drafter: Any = Eagle3Drafter(
+        checkpoint=str(folder), ignore_keys=[], depth=3, top_k=1, block_size=5
+    )
+    target: Any = PublishedTarget(known)
+    drafter.bind(target)
+    given = known | changed
+    nothing = Forward(torch.empty(0), None, torch.empty(0))
+    start = len(given["features"])
+    view = View(given["context"], known["anchor"], start, given["features"], nothing)
+    drafter.start(view, start + 20)
+    first = drafter.network.logits(drafter._last)[0]
+    return first, drafter.draft(view, 5).tokens
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_packages_head_drafts_the_same_here(name: str) -> None:
+    known = fixture(name)
+    logits, tokens = chain_of(FIXTURES / name, known)
+    assert tokens.tolist() == known["drafts"].tolist()
+    torch.testing.assert_close(logits, known["logits"][0], atol=1e-5, rtol=1e-5)
+    width = known["features"].shape[1] // 2
+    for changed in (
+        {"features": known["features"].roll(width, dims=1)},  # another order of taps
+        {"context": known["context"].roll(1)},  # tokens one off
+    ):
+        found, _ = chain_of(FIXTURES / name, known, **changed)
+        assert (found - logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("speculators-eagle3-normed", "norm_before_residual"),
+        ("speculators-eagle3-deep", "norm_output"),
+    ],
+)
+def test_a_norm_without_weights_of_its_own_counts(name: str, key: str, tmp_path: Path) -> None:
+    known = fixture(name)
+    raw = json.loads((FIXTURES / name / "config.json").read_text())
+    assert raw[key]
+    (tmp_path / "config.json").write_text(json.dumps(raw | {key: False}))
+    save_file(load_file(FIXTURES / name / "model.safetensors"), tmp_path / "model.safetensors")
+    _, tokens = chain_of(tmp_path, known)
+    assert tokens.tolist() != known["drafts"].tolist()

@@ -71,6 +71,8 @@ def test_drafters_and_policies_do_not_import_each_other(graph: grimp.ImportGraph
     )
     for module, imported in imports(graph):
         room = room_of(module)
+        if module == "blockpilot.drafters.__main__":
+            continue  # describes all of them
         if room in ("drafters", "policies") and room_of(imported) == room:
             own = imported.endswith("_net") or imported.startswith(f"{module}_")
             assert own or any(name in imported for name in shared), module

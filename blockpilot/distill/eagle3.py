@@ -26,8 +26,9 @@ from blockpilot.distill.losses import Candidates, cross_entropies, soft_targets
 from blockpilot.distill.recipe import FINAL_NORM, Autocast, Blueprint, walked_tau
 from blockpilot.distill.states import input_dtype, states_of
 from blockpilot.drafters.eagle3 import Eagle3Drafter, load_head, new_head
-from blockpilot.drafters.eagle3_net import Eagle3Network, default_layers
+from blockpilot.drafters.eagle3_net import Eagle3Network
 from blockpilot.drafters.forms.checkpoints import save_checkpoint
+from blockpilot.drafters.forms.eagle3 import default_layers
 from blockpilot.policies.fixed import FixedPolicy
 
 STEP_DECAY = 0.8  # weight of step i is STEP_DECAY ** i, as in the authors' training

@@ -28,8 +28,8 @@ from blockpilot.distill.corpus import Corpus, Example
 from blockpilot.distill.losses import Candidates, soft_targets
 from blockpilot.distill.recipe import FINAL_NORM, Autocast, Blueprint, walked_tau
 from blockpilot.distill.states import input_dtype, states_of
-from blockpilot.drafters.eagle3_net import default_layers
 from blockpilot.drafters.forms.checkpoints import save_checkpoint
+from blockpilot.drafters.forms.eagle3 import default_layers
 from blockpilot.drafters.specblock import SpecBlockDrafter, load_specblock, new_specblock
 from blockpilot.drafters.specblock_loss import Rollout, draft_loss, rank_classes, rank_loss
 from blockpilot.drafters.specblock_net import SpecBlockNetwork

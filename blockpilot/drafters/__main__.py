@@ -16,12 +16,17 @@ from torch import Tensor
 
 from blockpilot.base.errors import UserError
 from blockpilot.drafters.dflash_net import DFlashNetwork
+from blockpilot.drafters.eagle3 import fill_head
+from blockpilot.drafters.eagle3_net import Eagle3Network
 from blockpilot.drafters.forms.checkpoints import fill_network, read_checkpoint
 from blockpilot.drafters.forms.config import ANY_VALUE
 from blockpilot.drafters.forms.dflash import DFlashConfig
 from blockpilot.drafters.forms.dflash_tensors import network_tensors
+from blockpilot.drafters.forms.eagle3 import Eagle3Config, head_tensors
 
 Fact = tuple[str, str]
+
+_DEEP = 1 << 16  # layers of a target that a head does not tell
 
 
 def described(checkpoint: str) -> list[Fact]:
@@ -30,7 +35,11 @@ def described(checkpoint: str) -> list[Fact]:
     Raises UserError, in the words of a stage that loads it, where it cannot be used.
     """
     raw, weights = read_checkpoint(checkpoint, pickles=True)
-    facts = _block_drafter(checkpoint, raw, weights)
+    own = head_tensors(weights, checkpoint)
+    if "midlayer.self_attn.q_proj.weight" in own and "hidden_norm.weight" not in own:
+        facts = _eagle3_head(checkpoint, raw, own)
+    else:
+        facts = _block_drafter(checkpoint, raw, weights)
     without = [key for key in raw if key in ANY_VALUE]
     if "speculators_config" in raw:
         without.append("speculators_config")
@@ -67,6 +76,36 @@ def _block_drafter(
     if left := sorted(key for key in weights if key.startswith("confidence_head.")):
         facts.append(("not used", f"{', '.join(left)}: a policy decides how much is verified"))
     return [*facts, ("use", f"drafter=dflash drafter.checkpoint={checkpoint}")]
+
+
+def _eagle3_head(
+    checkpoint: str, raw: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> list[Fact]:
+    layers = raw.get("transformer_layer_config", raw)
+    depth = layers.get("num_target_layers") or _DEEP
+    config = Eagle3Config.parse(raw, weights, checkpoint, depth)
+    network = Eagle3Network(config)
+    fill_head(network, weights, checkpoint, config.layer.vocab_size)
+    shape, taps = config.layer, config.feature_width // len(config.target_layer_ids)
+    named = any(key.endswith("layer_ids") for key in (*raw, *(raw.get("eagle_config") or {})))
+    read = ", ".join(map(str, config.target_layer_ids))
+    norms = ("norm_queries", "norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
+    further = ", ".join(name for name in norms if getattr(config, name))
+    own = [
+        name for name, there in (("embedding", config.embeds), ("head", config.own_head)) if there
+    ]
+    rows = f"{config.draft_vocab_size} of {shape.vocab_size} tokens"
+    return [
+        ("form", f"{config.form}, an EAGLE-3 head"),
+        ("target", _target(raw, None, taps, shape.vocab_size)),
+        ("reads layers", read if named else "not named: 1, L / 2 - 1 and L - 4 of L"),
+        ("layers", f"{shape.num_hidden_layers} of width {shape.hidden_size}"),
+        ("further norms", further or "none"),
+        ("drafts", rows),
+        ("of its own", " and ".join(own) or "nothing: embedding and head are the target's"),
+        ("parameters", f"{sum(weight.numel() for weight in network.parameters()):,}"),
+        ("use", f"drafter=eagle3 drafter.checkpoint={checkpoint}"),
+    ]
 
 
 def _sights(config: DFlashConfig) -> str:

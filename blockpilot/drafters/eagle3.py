@@ -8,7 +8,7 @@ Letters: n rows of one pass, k tokens kept per level, D width, K draft vocabular
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from blockpilot.base.errors import UserError
 from blockpilot.decoding.native.stack import CAUSAL, MOST_ROWS, Rope, Stack, Tree, linear
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Draft, Verdict, View
-from blockpilot.drafters.eagle3_net import Eagle3Config, Eagle3Network, default_layers
+from blockpilot.drafters.eagle3_net import Eagle3Network
 from blockpilot.drafters.forms.checkpoints import (
     fill_network,
     fingerprint_of,
@@ -30,11 +30,8 @@ from blockpilot.drafters.forms.checkpoints import (
     size_of,
 )
 from blockpilot.drafters.forms.config import ConfigReader, check_layers
+from blockpilot.drafters.forms.eagle3 import Eagle3Config, default_layers, head_tensors
 from blockpilot.drafters.layers import native_stack, new_shape
-
-_RENAMED = "layers.0."  # what some converters call midlayer
-_MIDLAYER = "midlayer."
-_NOT_OURS = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
@@ -93,18 +90,22 @@ class Eagle3Drafter:
         if not hasattr(self, "network"):
             self.network = load_head(self.checkpoint, target, self.ignore_keys)
             tree = f"depth={self.depth},top_k={self.top_k}"
-            published = self.network.config.published()
-            head = fingerprint_of(self.checkpoint, self.network, published, self.ignore_keys)
+            identity = self.network.config.identity()
+            head = fingerprint_of(self.checkpoint, self.network, identity, self.ignore_keys)
             self.fingerprint = f"{head},{tree}"
             self.shape = f"{size_of(self.network)}, {tree}"
         check_head(self.network.config, target, self.checkpoint)
         settle(self.network, target)
         self.feature_layers = self.network.config.target_layer_ids
         self._stack: Stack | None = None
-        if target.engine == "native":
-            shape = self.network.config.layer
+        config = self.network.config
+        # The kernels know one layer, whose residual stream begins with what it is given.
+        known = config.layer.num_hidden_layers == 1 and not config.norm_before_residual
+        if target.engine == "native" and known:
+            shape = config.layer
             self._stack = native_stack([self.network.midlayer], self.network.norm, shape)
-        self._embed: Any = self.network.embed_tokens if self.network.config.embeds else target.embed
+        self._target = target
+        self._embed: Any = self.network.embed_tokens if config.embeds else target.embed
 
     def start(self, view: View, capacity: int) -> None:
         """Room for keys and values of `capacity` positions and of a tree behind them."""
@@ -112,7 +113,8 @@ class Eagle3Drafter:
         shape = self.network.config.layer
         rows = capacity + self.depth * self.top_k
         like = view.new_features
-        self._slab = like.new_empty(1, 2, shape.num_key_value_heads, rows, shape.head_dim)
+        n_layers = shape.num_hidden_layers
+        self._slab = like.new_empty(n_layers, 2, shape.num_key_value_heads, rows, shape.head_dim)
         self._rope = Rope(*self.network.rope(torch.arange(rows, device=like.device), like.dtype))
         self._length = 0
         self._unread = [view.new_features], [torch.cat([view.prompt_ids[1:], view.anchor])]
@@ -150,7 +152,7 @@ class Eagle3Drafter:
         places = torch.arange(end, device=tokens.device)
         native = self._stack is not None and len(tokens) <= MOST_ROWS
         sight = CAUSAL if native else places <= places[start:, None]
-        fused = self._linear(features, self.network.fc)
+        fused = self._linear(self.network.normed_features(features), self.network.fc)
         output = self._pass(fused, tokens, places[start:], start, sight)
         self._length, self._last = end, output[-1:]
 
@@ -161,7 +163,7 @@ class Eagle3Drafter:
         scores, tokens = scores[0], tokens[0]  # [k] of the frontier
         k = len(tokens)
         at = torch.arange(k, device=tokens.device)  # its places among all proposals
-        hidden = self._last.expand(k, -1)
+        hidden = self._carried(self._last).expand(k, -1)
         native = self._stack is not None and k <= MOST_ROWS
         if native:  # what each row sees: its ancestors, or the slots of a mask
             parents = [-1] * k
@@ -187,7 +189,7 @@ class Eagle3Drafter:
             kept = totals.topk(k).indices
             parent = kept // gains.shape[1]
             scores, tokens, at = totals[kept], children[kept], kept + n_proposed
-            hidden = output[parent]
+            hidden = self._carried(output[parent])
             if native:
                 parents += [level * k + row for row in parent.tolist()]
             else:
@@ -197,10 +199,18 @@ class Eagle3Drafter:
 
     def _best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target ids [n, k] of the best next tokens of outputs [n, D]."""
-        logits = self._linear(self.network.norm(hidden), self.network.lm_head)
+        normed = self.network.norm(hidden)
+        if self.network.config.own_head:
+            logits = self._linear(normed, self.network.lm_head)
+        else:
+            logits = self._target.logits(normed)
         logprobs = logits.float().log_softmax(dim=-1)
         top = logprobs.topk(min(self.top_k, logprobs.shape[-1]), dim=-1)
         return top.values, self.network.target_ids(top.indices)
+
+    def _carried(self, output: Tensor) -> Tensor:
+        """What a step hands to the next of its output [..., D]."""
+        return self.network.norm(output) if self.network.config.norm_output else output
 
     def _linear(self, x: Tensor, module: nn.Linear) -> Tensor:
         """A linear layer without a bias, by the engine's product."""
@@ -228,17 +238,22 @@ class Eagle3Drafter:
                 features, self._slab, start, rope, sight, n_out=0, attends=x
             )
             return outputs.last.to(features.dtype)
-        keys, values = layer.self_attn.keys_values(x, rope.cos, rope.sin)
-        held = self._slab[0, :, :, : start + n]
-        held[0, :, start:], held[1, :, start:] = keys, values
-        attended = F.scaled_dot_product_attention(
-            layer.self_attn.queries(x, rope.cos, rope.sin)[None],
-            held[None, 0],
-            held[None, 1],
-            attn_mask=sight,
-            enable_gqa=True,
-        )
-        return layer.finish(features, attended[0])
+        state = layer.residual(features)
+        for place, each in enumerate([layer, *self.network.plain_layers]):
+            if place:
+                x = each.input_layernorm(state)
+            keys, values = each.self_attn.keys_values(x, rope.cos, rope.sin)
+            held = self._slab[place, :, :, : start + n]
+            held[0, :, start:], held[1, :, start:] = keys, values
+            attended = F.scaled_dot_product_attention(
+                each.self_attn.queries(x, rope.cos, rope.sin)[None],
+                held[None, 0],
+                held[None, 1],
+                attn_mask=sight,
+                enable_gqa=True,
+            )
+            state = each.finish(state, attended[0])
+        return state
 
 
 def load_head(
@@ -252,27 +267,34 @@ def load_head(
     if checkpoint == "random":
         ConfigReader({}, checkpoint, ignore_keys)
         return random_head(target)
-    raw, weights = read_checkpoint(checkpoint, pickles=True)
-    weights = {
-        (_MIDLAYER + key.removeprefix(_RENAMED) if key.startswith(_RENAMED) else key): tensor
-        for key, tensor in weights.items()
-        if not key.endswith(_NOT_OURS)
-    }
+    raw, found = read_checkpoint(checkpoint, pickles=True)
+    weights = head_tensors(found, checkpoint)
     depth = target.config.num_hidden_layers
     config = Eagle3Config.parse(raw, weights, checkpoint, depth, ignore_keys)
     check_head(config, target, checkpoint)
+    network = Eagle3Network(config)
+    fill_head(network, weights, checkpoint, min(config.layer.vocab_size, target.embed_rows))
+    return network
+
+
+def fill_head(
+    network: Eagle3Network, weights: Mapping[str, Tensor], checkpoint: str, n_ids: int
+) -> None:
+    """Load the tensors of a head, and the tables of its vocabulary that follow from others.
+
+    Raises UserError where they are not the network's, or lead past the target's `n_ids` tokens.
+    """
+    config, weights = network.config, dict(weights)
     rows, size = config.draft_vocab_size, config.layer.vocab_size
     if "d2t" not in weights and rows == size:  # the whole vocabulary
-        weights |= {"d2t": torch.zeros(rows, dtype=torch.int64)}
+        weights["d2t"] = torch.zeros(rows, dtype=torch.int64)
     if "d2t" in weights and weights["d2t"].shape == (rows,):  # else told with the other shapes
         ids = torch.arange(rows) + weights["d2t"]
-        if ids.min() < 0 or ids.max() >= min(size, target.embed_rows):
+        if ids.min() < 0 or ids.max() >= n_ids:
             raise UserError(f"drafter {checkpoint}: d2t leads outside the target's vocabulary")
         known = torch.zeros(size, dtype=torch.bool).index_fill(0, ids, True)
         weights.setdefault("t2d", known)
-    network = Eagle3Network(config)
     fill_network(network, weights, checkpoint)
-    return network
 
 
 def check_head(config: Eagle3Config, target: TargetModel, where: str) -> None:

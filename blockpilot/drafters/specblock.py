@@ -23,7 +23,6 @@ from blockpilot.base.errors import UserError
 from blockpilot.decoding.native.stack import CAUSAL, MOST_ROWS, Rope, Stack, Tree, linear
 from blockpilot.decoding.protocols import TargetModel
 from blockpilot.decoding.types import Branches, Draft, Verdict, View
-from blockpilot.drafters.eagle3_net import default_layers
 from blockpilot.drafters.forms.checkpoints import (
     fill_network,
     fingerprint_of,
@@ -32,6 +31,7 @@ from blockpilot.drafters.forms.checkpoints import (
     size_of,
 )
 from blockpilot.drafters.forms.config import ConfigReader, check_layers
+from blockpilot.drafters.forms.eagle3 import default_layers
 from blockpilot.drafters.layers import native_stack, new_shape
 from blockpilot.drafters.specblock_learner import SpecBlockLearner
 from blockpilot.drafters.specblock_net import (
