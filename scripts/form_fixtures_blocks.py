@@ -52,6 +52,7 @@ def of_dflash() -> None:
         ("scaled", {"dflash_config": own | scaled}, DFlashDraftModel),
         ("sliding", SLIDING, DFlashDraftModel),
         ("sliding-whole", SLIDING | {"is_causal": False}, DFlashDraftModel),
+        ("causal-whole", {"is_causal": True}, DFlashDraftModel),
         ("causal", SLIDING | {"is_causal": True}, DFlashDraftModel),
         (
             "second",

@@ -131,6 +131,11 @@ def test_what_differs_is_told_apart() -> None:
         ("Gemma 4", {"output_multiplier": 0}, "output_multiplier=0 must be a number > 0"),
         ("DeepSpec dspark", {"markov_head_type": "x"}, "allowed are vanilla, gated and rnn"),
         ("speculators dflash", {"speculators_model_type": "eagle3"}, "drafter=eagle3"),
+        (
+            "speculators dspark",
+            {"markov_head_type": "rnn", "sample_from_anchor": False},
+            "needs sample_from_anchor=true",
+        ),
         ("speculators dflash", {"hidden_size": 7}, "transformer_layer_config.hidden_size=4096"),
         ("speculators dflash", {"transformer_layer_config": None}, "must hold the keys of the la"),
     ],

@@ -117,6 +117,43 @@ def test_a_slot_that_fills_is_not_one_that_shifts(tmp_path: Path) -> None:
         assert drafter.network.first == 1
 
 
+def rewritten(name: str, folder: Path, keys: dict[str, Any], **tensors: Tensor) -> Path:
+    """A fixture's weights and further ones behind another config.json."""
+    (folder / "config.json").write_text(json.dumps(keys))
+    weights = load_file(FIXTURES / name / "model.safetensors")
+    save_file({**weights, **tensors}, folder / "model.safetensors")
+    return folder
+
+
+def test_jetspecs_key_means_what_is_causal_means(tmp_path: Path) -> None:
+    name = "dflash-causal-whole"
+    raw = json.loads((FIXTURES / name / "config.json").read_text())
+    del raw["is_causal"]
+    raw["dflash_config"]["causal_head"] = True
+    known = fixture(name)
+    draft, states = drafted(rewritten(name, tmp_path, raw), known)
+    torch.testing.assert_close(states, known["hidden"], atol=1e-5, rtol=1e-5)
+    assert draft.tokens.tolist() == known["drafts"].tolist()
+
+
+@pytest.mark.parametrize("kind", ["", "-gated", "-rnn"])
+def test_deepspecs_flat_keys_mean_specforges_nested_ones(kind: str, tmp_path: Path) -> None:
+    """With an embedding and a head of its own, whatever the target's are."""
+    name = f"specforge-dspark{kind}"
+    raw = json.loads((FIXTURES / name / "config.json").read_text())
+    own = raw.pop("dflash_config")
+    del own["projector_type"]
+    flat = raw | {"markov_head_type": "vanilla"} | own | {"architectures": ["Qwen3DSparkModel"]}
+    known = fixture(name)
+    rows = {"embed_tokens.weight": known["embedding"], "lm_head.weight": known["head"]}
+    folder = rewritten(name, tmp_path, flat, **rows)
+    other = known | {"embedding": known["head"], "head": known["embedding"]}
+    draft, states = drafted(folder, other)
+    torch.testing.assert_close(states, known["hidden"], atol=1e-5, rtol=1e-5)
+    assert draft.tokens.tolist() == known["drafts"].tolist()
+    torch.testing.assert_close(draft.logits, known["logits"], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_checkpoint_is_described(name: str) -> None:
     facts = dict(described(str(FIXTURES / name)))

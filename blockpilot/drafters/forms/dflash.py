@@ -249,7 +249,10 @@ def _speculators(
     if kind == "dflash2":
         fields |= _dflash2(reader, flat, reader.peek("vocab_size"), (2, 16, 256, 16))
     elif kind == "dspark":
-        fields["path"] = _markov(reader, flat, needed=False)
+        path = fields["path"] = _markov(reader, flat, needed=False)
+        if path is not None and path.kind == "rnn" and not fields["shift"]:
+            # Its state would begin at a slot that drafts nothing.
+            reader.refuse("markov_head_type=rnn needs sample_from_anchor=true")
     both_ways = reader.flag("sliding_window_non_causal")
     causal = not (kind == "dflash2" if both_ways is None else both_ways)
     above = reader.take("aux_hidden_state_layer_ids")
