@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, StaticCache
 
+from blockpilot.app.target import attention_of
 from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.native.compiler import compiler
 from blockpilot.decoding.sampling import KeyedSampler
@@ -84,7 +85,7 @@ class Untouched:
             # What lies in memory is what was loaded, whatever form the checkpoint had.
             pair.target.model.save_pretrained(folder)
             self.model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=pair.target.dtype, attn_implementation=pair.cfg.attention
+                folder, dtype=pair.target.dtype, attn_implementation=attention_of(pair.cfg)
             ).to(pair.target.device)
         self.model.generation_config.eos_token_id = list(pair.target.stop_ids) or None
         self.device = pair.target.device

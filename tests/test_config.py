@@ -34,7 +34,12 @@ PARAMETERS = {
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
     "llama3.1-8b": 8_030_261_248,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-30b": 30_532_122_624,
+    "qwen3-32b": 32_762_123_264,
     "qwen3-coder-30b": 30_532_122_624,
+    "llama3.3-70b": 70_553_706_496,
+    "gpt-oss-20b": 20_914_757_184,
 }
 
 
@@ -276,7 +281,7 @@ def test_help_shows_every_key_with_its_comment(stage: str) -> None:
         if key not in ("model", "drafter", "recipe", "policy", "tracker", "records"):  # groups
             assert re.search(rf"^{key}:", shown, re.MULTILINE), key
     assert "seed: 0 # of the sampler" in shown
-    assert ("model: llama3.1-8b" in shown) == issubclass(SCHEMAS[stage], StageConfig)
+    assert ("model: gpt-oss-20b" in shown) == issubclass(SCHEMAS[stage], StageConfig)
 
 
 def test_schemas_hold_no_defaults() -> None:

@@ -79,7 +79,7 @@ def test_a_stage_gets_its_checked_configuration_and_exits_with_0(
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
-        ("+model=nope", "Could not find 'model/nope'; Available options in 'model': llama3.1-8b, "),
+        ("+model=nope", "Could not find 'model/nope'; Available options in 'model': gpt-oss-20b, "),
         ("model=qwen3-4b", "To append to your default list use +model=qwen3-4b"),
         ("modle=x", "unknown key modle (did you mean model?); keys: attention, decoding, device"),
         ("+modle=x", "unknown key modle (did you mean model?); keys: attention, decoding, device"),

@@ -177,7 +177,7 @@ def test_outputs_that_cannot_be_written_are_one_line(arguments: list[str], tmp_p
     ("mistake", "told"),
     [
         ("+modle=x", "unknown key modle (did you mean mode or model?)"),
-        ("+model=nope", "Could not find 'model/nope'; Available options in 'model': llama3.1-8b, "),
+        ("+model=nope", "Could not find 'model/nope'; Available options in 'model': gpt-oss-20b, "),
         ("sizes=[0]", "sizes=[0]: must be a list of sizes >= 1"),
         ("sizes=[x]", "sizes[0]: Value 'x'"),
         ("radius=-1", "radius=-1: must be a number >= 0"),

@@ -14,7 +14,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
-from decoding_kit import KINDS, PROMPT, plain, tiny_target
+from decoding_kit import KINDS, PROMPT, plain, sampler, tiny_target
 from safetensors import SafetensorError
 from stages_kit import composed
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -23,7 +23,10 @@ from blockpilot.app.target import load_target
 from blockpilot.base.errors import UserError
 from blockpilot.base.paths import conf_dir
 from blockpilot.decoding.loading import byte_tokenizer
+from blockpilot.decoding.loop import Method, decode
 from blockpilot.decoding.target import Target
+from blockpilot.drafters.dflash import DFlashDrafter
+from blockpilot.policies.fixed import FixedPolicy
 
 MODELS = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml"))
 SMALL = {
@@ -267,9 +270,13 @@ def test_every_architecture_runs_offline_with_random_weights(name: str) -> None:
     declared = cfg.model.architecture.eos_token_id
     stops = {declared} if isinstance(declared, int) else set(declared)
     assert target.stop_ids == stops & set(range(320)), "what the small embedding lacks is dropped"
-    trace = plain(target, 4)
-    assert len(trace.tokens) == 4
+    wanted = plain(target, 8).tokens
+    assert len(wanted) == 8
     assert target.model.config.model_type == cfg.model.architecture.model_type
+    drafter = DFlashDrafter(checkpoint="random", ignore_keys=[], head=None)
+    method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"))
+    method.bind(target)
+    assert decode(target, method, PROMPT, sampler(), 8).tokens == wanted
 
 
 @pytest.mark.parametrize("wrong", ["hidden_size=wide", "model_type=lama", "hidden_act=[1]"])

@@ -32,6 +32,7 @@ class ModelConfig:
     package: str | None  # Python package that carries `gguf`
     gguf: str | None  # file inside `package` or `repo`
     dtype: str
+    attention: str
     thinking: bool | None  # None: the template has no thinking mode
     template_date: str  # what a chat template is told when it asks for today's date
     drafters: dict[str, str | None]

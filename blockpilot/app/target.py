@@ -30,7 +30,7 @@ def load_target(cfg: StageConfig) -> Target:
             name=model.name,
             device=device,
             dtype=dtype,
-            attention=cfg.attention,
+            attention=attention_of(cfg),
             seed=cfg.seed,
         )
     else:
@@ -44,9 +44,14 @@ def load_target(cfg: StageConfig) -> Target:
                 package=model.package,
                 device=device,
                 dtype=dtype,
-                attention=cfg.attention,
+                attention=attention_of(cfg),
             )
     return with_engine(target, OmegaConf.select(cast("Any", cfg), "engine") or "eager")
+
+
+def attention_of(cfg: StageConfig) -> str:
+    """The kernel of the target's attention: what the model file says, unless one is asked for."""
+    return cfg.model.attention if cfg.attention == "auto" else cfg.attention
 
 
 def model_shape(model: ModelConfig) -> PretrainedConfig:

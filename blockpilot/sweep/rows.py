@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from blockpilot.app.config import SweepConfig
+from blockpilot.app.target import attention_of
 from blockpilot.decoding.loop import Method, check_prompt
 from blockpilot.decoding.sampling import KeyedSampler
 from blockpilot.decoding.target import Target
@@ -76,7 +77,7 @@ class Rows:
             top_p=cfg.decoding.top_p,
             seed=cfg.seed,
             dtype=str(self.target.dtype).removeprefix("torch."),
-            attention=cfg.attention,
+            attention=attention_of(cfg),
             engine=self.target.engine,
             device=self.target.device.type,
             thinking=cfg.model.thinking,
