@@ -34,7 +34,7 @@ def test_all_sets_that_the_field_tests_on_are_held_out() -> None:
     held_out = {file.stem for file in CONF if configured(file.stem).held_out}
     assert held_out == {
         *("gsm8k", "math500", "aime24", "aime25", "humaneval", "mbpp", "swe-bench", "mt-bench"),
-        *("livecodebench", "alpaca"),
+        *("livecodebench", "alpaca", "spec-bench"),
     }
 
 
@@ -237,6 +237,50 @@ def test_a_set_needs_templates_or_turns() -> None:
                 turns=turns,
                 max_turns=None,
             )
+
+
+def test_spec_bench_has_a_set_for_each_task_and_all_of_it_is_test(tmp_path: Path) -> None:
+    def line(number: int, category: str, *turns: str) -> dict[str, Any]:
+        return {"question_id": number, "category": category, "turns": list(turns)}
+
+    file = write(
+        tmp_path / "question.jsonl",
+        line(81, "writing", "Write.", "Again."),
+        line(121, "coding", "Code."),
+        line(161, "translation", "Guten Tag"),
+        line(162, "translation", "Gute Nacht"),
+        line(401, "rag", "Who?"),
+    )
+    prompts = load("spec-bench", path=file)
+    assert [prompt.id for prompt in prompts] == [
+        "spec-bench-conversation/81",
+        "spec-bench-conversation/121",
+        "spec-bench-translation/161",
+        "spec-bench-translation/162",
+        "spec-bench-retrieval/401",
+    ]
+    assert prompts[0].turns == ("Write.", "Again.")
+    assert {prompt.split for prompt in prompts} == {"test"}
+    assert [prompt.set for prompt in load("spec-bench", path=file, limit=1)] == [
+        *("spec-bench-conversation", "spec-bench-translation", "spec-bench-retrieval")
+    ]
+    write(file, line(1, "poetry", "Rhyme."))
+    with pytest.raises(UserError, match=r"jsonl:1: category=poetry, allowed are writing"):
+        load("spec-bench", path=file)
+    write(file, {"question": "1+1?"})
+    with pytest.raises(UserError, match="layout of Spec-Bench, which has question_id"):
+        load("spec-bench", path=file)
+    with pytest.raises(UserError, match=r"question\.jsonl: give it with prompts\.path"):
+        load("spec-bench")
+
+
+@needs_data
+def test_half_of_spec_bench_is_read_task_by_task() -> None:
+    found = Counter(
+        prompt.set for prompt in load("spec-bench", path=DATA / "spec_bench_even.jsonl")
+    )
+    assert set(found.values()) == {40}
+    assert len(found) == 6
 
 
 @needs_data

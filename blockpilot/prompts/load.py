@@ -24,7 +24,7 @@ def load_prompts(
 
     Args:
         sets: what conf/prompts/*.yaml builds, by name.
-        limit: at most so many prompts of each set, taken after the split; None for all.
+        limit: at most so many prompts of each set, or task of one, after the split; None for all.
         path: file to read the one set from, in the set's published layout.
         split: keep only this split; None keeps all four.
         folder: where copies of sets may lie as <set>.<suffix>, in their published layout; sets
@@ -45,10 +45,13 @@ def load_prompts(
             " choose the one whose layout the file has, or prompts=local for a file of your own"
         )
     loaded: list[Prompt] = []
-    for prompt_set in sets.values():
+    parts: dict[str, set[str]] = {}  # what a set calls its prompts: itself, or tasks of it
+    for name, prompt_set in sets.items():
         file = Path(path) if path is not None else _copy_in(folder, prompt_set.name)
-        loaded += prompt_set.load(file)
-    held_out = {prompt_set.name for prompt_set in sets.values() if prompt_set.held_out}
+        found = prompt_set.load(file)
+        parts[name] = {prompt.set for prompt in found}
+        loaded += found
+    held_out = set().union(*(parts[name] for name in sets if sets[name].held_out))
     assigned = assign_splits(loaded, held_out)
     kept: list[Prompt] = []
     taken: Counter[str] = Counter()
@@ -62,7 +65,7 @@ def load_prompts(
         why = f"; held out for test: {', '.join(sorted(held_out))}" if held_out else ""
         raise UserError(f"prompts.split={split} leaves no prompts (there are: {there}{why})")
     for name in sets:
-        if not taken[name]:
+        if not any(taken[part] for part in parts[name]):
             log.warning("prompt set '%s' has no prompts in split '%s'", name, split)
     return kept
 
