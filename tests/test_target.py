@@ -265,17 +265,14 @@ def test_every_architecture_runs_offline_with_random_weights(name: str) -> None:
     reduced = [f"model.architecture.{key}={value}" for key, value in sizes.items()]
     cfg = config(f"+model={name}", "weights=random", "dtype=float32", *reduced)
     target = load_target(cfg)
-    assert len(target.layers) == 3
-    assert target.embed_rows == 320
+    assert (len(target.layers), target.embed_rows) == (3, 320)
     declared = cfg.model.architecture.eos_token_id
     stops = {declared} if isinstance(declared, int) else set(declared)
     assert target.stop_ids == stops & set(range(320)), "what the small embedding lacks is dropped"
     wanted = plain(target, 8).tokens
-    assert len(wanted) == 8
     assert target.model.config.model_type == cfg.model.architecture.model_type
     drafter = DFlashDrafter(checkpoint="random", ignore_keys=[], head=None)
-    method = Method(drafter, FixedPolicy(block_size=4, block_mode="draft"))
-    method.bind(target)
+    (method := Method(drafter, FixedPolicy(block_size=4, block_mode="draft"))).bind(target)
     assert decode(target, method, PROMPT, sampler(), 8).tokens == wanted
 
 
